@@ -1,0 +1,49 @@
+# Every target sets up what it needs, on a machine that has only Python (3.10 or later) and make.
+# The set-up is tools/setup.py: it looks first, so a second run costs a fraction of a second.
+
+PYTHON ?= python3
+ARGS   ?=
+
+# Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
+# Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.
+WANT   ?= torch bench
+DEBIAN ?= redis-server
+
+BIN   := .venv/bin
+SETUP := $(PYTHON) tools/setup.py
+LINT  := $(BIN)/ruff check . || failed="$$failed ruff-check"; \
+         $(BIN)/ruff format --check . || failed="$$failed ruff-format"; \
+         $(BIN)/mypy || failed="$$failed mypy"
+# Ends a recipe: says once more what was missing, then what failed.
+CLOSE  = cat .venv/missing.txt; [ -z "$$failed" ] || { echo "make $@: FAILED:$$failed"; exit 1; }
+
+.DEFAULT_GOAL := help
+.PHONY: help run test bench lint clean
+
+help: ## say what the targets do
+	@echo "make TARGET [PYTHON=python3] [ARGS='…']"
+	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
+
+run: ## run the example: processes that find each other
+	@$(SETUP)
+	@$(BIN)/python examples/meet.py $(ARGS)
+
+test: ## lint, check types and run every test (ARGS go to pytest)
+	@$(SETUP) --need dev --want $(WANT) --want-debian $(DEBIAN) --label "NOT TESTED"
+	@failed=; $(LINT); \
+	$(BIN)/python -m pytest $(ARGS) || failed="$$failed pytest"; \
+	$(CLOSE)
+
+bench: ## measure side by side with the peers (ARGS go to benchmarks)
+	@$(SETUP) --need bench --want $(WANT) --want-debian $(DEBIAN) --label "NOT MEASURED"
+	@failed=; $(BIN)/python -m benchmarks $(ARGS) || failed=" benchmarks"; \
+	$(CLOSE)
+
+lint: ## ruff and mypy only
+	@$(SETUP) --need dev
+	@failed=; $(LINT); \
+	$(CLOSE)
+
+clean: ## remove .venv, caches and built files
+	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,17 @@
+"""The limits that every store keeps, so that a program may move from one to another.
+
+They are those of PyTorch's own server, which closes the connection of whoever exceeds them; here they are errors.
+"""
+
+from __future__ import annotations
+
+__all__ = ["MAX_KEYS", "MAX_KEY_BYTES", "MAX_VALUE_BYTES"]
+
+MAX_KEY_BYTES = 8191
+"""The longest key, prefixes included, as UTF-8. On PyTorch's wire it is one longer, for the `/` before it."""
+
+MAX_VALUE_BYTES = 8 * 1024 * 1024
+"""The longest value in one call; `append` may grow a stored one past it."""
+
+MAX_KEYS = 131_072
+"""The longest list of keys in one call."""

@@ -1,0 +1,45 @@
+"""One deadline for a whole call: taken once from the monotonic clock, carried through every step.
+
+Public calls accept seconds or a `timedelta`; inside, a duration is seconds as a float and an instant is what
+`time.monotonic()` said. A deadline never crosses a process border: the remaining duration does.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from datetime import timedelta
+
+__all__ = ["Deadline", "Timeout", "seconds"]
+
+Timeout = float | timedelta
+"""A duration as public calls take it: seconds, or a `timedelta`."""
+
+
+def seconds(timeout: Timeout, what: str = "timeout") -> float:
+    """Return a duration in seconds, or refuse by name what is not one."""
+    if isinstance(timeout, timedelta):
+        timeout = timeout.total_seconds()
+    if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
+        raise TypeError(f"{what} must be seconds or a timedelta, not {timeout!r}")
+    if math.isnan(timeout) or timeout < 0:
+        raise ValueError(f"{what} must not be negative, got {timeout!r} s")
+    return float(timeout)
+
+
+class Deadline:
+    """The instant by which a call must have ended, and how long it was given."""
+
+    __slots__ = ("at", "timeout_s")
+
+    def __init__(self, timeout: Timeout) -> None:
+        self.timeout_s = seconds(timeout)
+        self.at = time.monotonic() + self.timeout_s
+
+    def remaining(self) -> float:
+        """Return the seconds left, never less than zero."""
+        return max(0.0, self.at - time.monotonic())
+
+    def expired(self) -> bool:
+        """Say whether no time is left."""
+        return time.monotonic() >= self.at

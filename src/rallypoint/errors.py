@@ -1,0 +1,277 @@
+"""The error tree: what went wrong, where, for how long, and what to do about it.
+
+Every error carries its facts as fields, builds its own sentence from them, and survives pickling, so that a
+launcher may send it to another process. `except` clauses choose by whose fault it is:
+
+    RallypointError (a RuntimeError)
+    ├── StoreError         the store answered, and the answer is no
+    │   ├── StoreTimeout       also a TimeoutError: the time ran out
+    │   ├── QueueEmpty         a non-blocking pop found nothing
+    │   ├── NotAnInteger       also a ValueError: `add` on a value that is no number
+    │   ├── LimitExceeded      also a ValueError: a key, a value or a list is larger than the limit
+    │   ├── StoreFull          the store's memory is used up
+    │   ├── Unsupported        also a NotImplementedError: this kind of store cannot do it
+    │   ├── StoreClosed        the store was closed by its own side
+    │   └── CorruptFile        a FileStore's file is not one
+    └── NetworkError       the store could not be asked; also a ConnectionError
+        ├── ConnectFailed      nobody could be reached; also a TimeoutError
+        ├── ConnectionLost     the link broke after it stood
+        ├── AddressTaken       the address to listen on belongs to someone else
+        └── ServerFailed       a server child did not come up
+
+Misuse (a wrong type, a bad port number) is a plain `TypeError` or `ValueError`. Names of PyTorch's errors are in
+`rallypoint.compat`. Rejected: error codes; people would match on them as they now match on strings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+__all__ = [
+    "RallypointError",
+    "StoreError",
+    "StoreTimeout",
+    "QueueEmpty",
+    "NotAnInteger",
+    "LimitExceeded",
+    "StoreFull",
+    "Unsupported",
+    "StoreClosed",
+    "CorruptFile",
+    "NetworkError",
+    "ConnectFailed",
+    "ConnectionLost",
+    "AddressTaken",
+    "ServerFailed",
+]
+
+_NAMES_SHOWN = 8
+
+
+def _revive(cls: type[RallypointError], sentence: str, fields: dict[str, Any]) -> RallypointError:
+    # Those that are also an OSError must be made by its constructor: only it knows their layout.
+    maker: type[Exception] = OSError if issubclass(cls, OSError) else RuntimeError
+    error = maker.__new__(cls, sentence)
+    assert isinstance(error, RallypointError)
+    error.args = (sentence,)
+    error.__dict__.update(fields)
+    return error
+
+
+def _some(names: Sequence[str]) -> str:
+    """Quote the first few names and count the rest, so that a sentence stays a sentence."""
+    shown = ", ".join(repr(name if len(name) <= 80 else name[:77] + "...") for name in names[:_NAMES_SHOWN])
+    rest = len(names) - _NAMES_SHOWN
+    return f"{shown} and {rest} more" if rest > 0 else shown
+
+
+class RallypointError(RuntimeError):
+    """Anything that rallypoint reports about a job, as opposed to misuse of its functions."""
+
+    def __init__(self, sentence: str, **fields: Any) -> None:
+        super().__init__(sentence)
+        self.__dict__.update(fields)
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _revive, (type(self), self.args[0], self.__dict__)
+
+
+class StoreError(RallypointError):
+    """The store was reached and refused, or could not do what was asked."""
+
+
+class StoreTimeout(StoreError, TimeoutError):
+    """What was waited for did not come true in time; `missing` says what."""
+
+    operation: str
+    keys: tuple[str, ...]
+    missing: tuple[str, ...]
+    timeout_s: float
+    store: str
+
+    def __init__(
+        self, *, operation: str, keys: Sequence[str], missing: Sequence[str], timeout_s: float, store: str
+    ) -> None:
+        of = f", {len(missing)} of {len(keys)} keys" if len(keys) > 1 else ""
+        super().__init__(
+            f"{operation} timed out after {timeout_s:g} s: still missing {_some(missing)}{of} in {store}. "
+            f"Is the process that writes it alive, and does it use the same store and prefix?",
+            operation=operation,
+            keys=tuple(keys),
+            missing=tuple(missing),
+            timeout_s=timeout_s,
+            store=store,
+        )
+
+
+class QueueEmpty(StoreError):
+    """A non-blocking pop found no item."""
+
+    key: str
+    store: str
+
+    def __init__(self, *, key: str, store: str) -> None:
+        super().__init__(
+            f"queue {_some([key])} in {store} is empty; pop with block=True to wait for an item",
+            key=key,
+            store=store,
+        )
+
+
+class NotAnInteger(StoreError, ValueError):
+    """A counter's key holds something that is not a 64-bit decimal number; it was left as it is."""
+
+    key: str
+    value: bytes
+
+    def __init__(self, *, key: str, value: bytes) -> None:
+        super().__init__(
+            f"key {_some([key])} holds {value[:40]!r}, which is not a 64-bit decimal integer; "
+            f"only keys written by add, or set to a number, can be counted on",
+            key=key,
+            value=value[:1024],
+        )
+
+
+class LimitExceeded(StoreError, ValueError):
+    """A key, a value or a list is larger than the store takes; nothing was sent or changed."""
+
+    what: str
+    key: str
+    size: int
+    limit: int
+
+    def __init__(self, *, what: str, key: str, size: int, limit: int) -> None:
+        super().__init__(
+            f"{what} {_some([key])} has {size:,} bytes and the limit is {limit:,}"
+            if what != "keys"
+            else f"{size:,} keys in one call, starting with {_some([key])}; the limit is {limit:,}",
+            what=what,
+            key=key,
+            size=size,
+            limit=limit,
+        )
+
+
+class StoreFull(StoreError):
+    """The write would take the store past its memory limit; nothing was changed."""
+
+    key: str
+    size: int
+    limit: int
+
+    def __init__(self, *, key: str, size: int, limit: int) -> None:
+        super().__init__(
+            f"writing {_some([key])} would bring the store to {size:,} bytes and the limit is {limit:,}; "
+            f"delete what is no longer needed, or raise the limit (serve --max-memory)",
+            key=key,
+            size=size,
+            limit=limit,
+        )
+
+
+class Unsupported(StoreError, NotImplementedError):
+    """This kind of store, or the server behind it, cannot do the operation."""
+
+    operation: str
+    store: str
+    why: str
+
+    def __init__(self, *, operation: str, store: str, why: str) -> None:
+        super().__init__(f"{operation} is not available on {store}: {why}", operation=operation, store=store, why=why)
+
+
+class StoreClosed(StoreError):
+    """The store was closed on this side, before the call or while it waited."""
+
+    store: str
+
+    def __init__(self, *, store: str) -> None:
+        super().__init__(f"{store} was closed; open a new one to go on", store=store)
+
+
+class CorruptFile(StoreError):
+    """A FileStore's file holds something that no FileStore wrote."""
+
+    path: str
+    offset: int
+    why: str
+
+    def __init__(self, *, path: str, offset: int, why: str) -> None:
+        super().__init__(
+            f"{path} is not a usable FileStore file: {why} at byte {offset}. "
+            f"Choose another path, or remove the file if no job uses it",
+            path=path,
+            offset=offset,
+            why=why,
+        )
+
+
+class NetworkError(RallypointError, ConnectionError):
+    """The other side could not be asked, or went away."""
+
+
+class ConnectFailed(NetworkError, TimeoutError):
+    """No address of the peer answered in time; `tried` says what happened at each."""
+
+    peer: str
+    timeout_s: float
+    tried: Mapping[str, str]
+
+    def __init__(self, *, peer: str, timeout_s: float, tried: Mapping[str, str]) -> None:
+        each = "; ".join(f"{address}: {why}" for address, why in tried.items()) or "no address was found"
+        super().__init__(
+            f"no store answered at {peer} within {timeout_s:g} s ({each}). "
+            f"Is the server up, is this the right address, and does a firewall let it through?",
+            peer=peer,
+            timeout_s=timeout_s,
+            tried=dict(tried),
+        )
+
+
+class ConnectionLost(NetworkError):
+    """The link broke while `operation` was under way; whether it was carried out is not known."""
+
+    peer: str
+    operation: str
+    why: str
+
+    def __init__(self, *, peer: str, operation: str, why: str) -> None:
+        super().__init__(
+            f"the connection to {peer} was lost during {operation}: {why}",
+            peer=peer,
+            operation=operation,
+            why=why,
+        )
+
+
+class AddressTaken(NetworkError):
+    """The address to listen on is in use, is not one of this machine's, or is not allowed."""
+
+    address: str
+    why: str
+
+    def __init__(self, *, address: str, why: str) -> None:
+        super().__init__(
+            f"cannot listen on {address}: {why}. Ask for port 0 to get a free one, or hand over a bound socket",
+            address=address,
+            why=why,
+        )
+
+
+class ServerFailed(NetworkError):
+    """A server child ended, or stayed silent, before it was ready."""
+
+    pid: int
+    why: str
+
+    def __init__(self, *, pid: int, why: str) -> None:
+        super().__init__(
+            f"the server process {pid} did not come up: {why}; it says more on this process's standard error",
+            pid=pid,
+            why=why,
+        )

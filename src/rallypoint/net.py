@@ -1,0 +1,357 @@
+"""Endpoints, "is this host me?", sockets that listen, and connecting within a deadline.
+
+Rules:
+- The address asked for is the address bound: no wildcard unless it was named, and every IPv6 socket is IPv6 only,
+  so that one family's wildcard leaves the other family alone.
+- A port is never guessed. Port 0 is bound and then read; a bound descriptor may be handed over and adopted.
+- Binding decides whether an address is ours. There is no reverse DNS: it is slow, often absent, sometimes wrong.
+- The resolver is asked in a daemon thread: `getaddrinfo` knows no deadline and Ctrl-C cannot interrupt it.
+- Connecting is one deadline over many rounds: resolve, try every address, pause, and again, because a peer's
+  name and its server may both appear later than we do. Every address is tried at least once, for at least
+  `_LEAST_S`, so a timeout of 0 is one real attempt and may overrun by that much an address.
+
+Rejected: racing all addresses at once (RFC 8305). It opens connections only to drop them, which a server counts
+as sessions that came and died; trying them in turn with a bound on each costs a black-holed address two seconds.
+"""
+
+from __future__ import annotations
+
+import errno
+import queue
+import random
+import re
+import socket
+import struct
+import sys
+import threading
+import time
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack, suppress
+from typing import Any, NamedTuple
+
+from rallypoint.deadline import Deadline
+from rallypoint.errors import AddressTaken, ConnectFailed
+
+__all__ = [
+    "Endpoint",
+    "parse_endpoint",
+    "is_this_host",
+    "listen",
+    "adopt",
+    "bound_socket",
+    "free_port",
+    "connect",
+    "keep_alive",
+    "raise_file_limit",
+]
+
+_Address = tuple[Any, ...]
+_Place = tuple[int, _Address]  # an address family and a socket address of it
+
+_LEAST_S = 0.1  # what one attempt gets, however little time is left
+_PATIENCE_S = (2.0, 30.0)  # what one attempt gets at most: in the first round, and after doubling each round
+_PAUSE_S = (0.04, 1.0)  # between rounds, likewise; jitter takes up to half of it away
+_RESOLVE_S = 10.0  # for calls that have no deadline of their own
+_PORT_TRIES = 32  # free ports that may turn out to be taken at another of the addresses
+_BACKLOG = 4096
+_WILDCARDS = ("0.0.0.0", "::")
+_WORDS = {
+    errno.ECONNREFUSED: "refused, nothing listens there",
+    errno.EADDRINUSE: "the port is in use",
+    errno.EADDRNOTAVAIL: "not an address of this machine",
+    errno.EACCES: "permission denied (ports below 1024 usually need privileges)",
+}
+
+
+def _why(error: Exception) -> str:
+    if isinstance(error, socket.gaierror):
+        return f"the name cannot be resolved ({error.strerror})"
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, OSError):
+        return _WORDS.get(error.errno or 0) or error.strerror or str(error)
+    return str(error)
+
+
+class Endpoint(NamedTuple):
+    """A host and a port; as text `host:port`, with brackets around an IPv6 address."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def _is_ipv6(host: str) -> bool:
+    with suppress(OSError, ValueError):
+        return bool(socket.inet_pton(socket.AF_INET6, re.sub(r"%[\w.-]+\Z", "", host)))
+    return False
+
+
+def parse_endpoint(text: str | None, default_port: int) -> Endpoint:
+    """Read `host[:port]`, where an IPv6 address needs brackets only if a port follows.
+
+    Nothing, or only space, means localhost. Raises `ValueError` that quotes the endpoint.
+    """
+    stripped = (text or "").strip()
+    if not stripped or _is_ipv6(stripped):
+        return Endpoint(stripped or "localhost", default_port)
+    parts = re.fullmatch(r"(?:\[([^\[\]]+)\]|([^\[\]:]+))(?::([^:]*))?", stripped)
+    host = (parts[1] or parts[2]) if parts else ""
+    if parts is None or not (_is_ipv6(host) or re.fullmatch(r"[\w.-]+", host)):
+        raise ValueError(f"endpoint {text!r} is not host[:port] with a name, an IPv4 address or a [bracketed] IPv6 one")
+    if parts[3] is None:
+        return Endpoint(host, default_port)
+    if not re.fullmatch(r"[0-9]{1,5}", parts[3]) or int(parts[3]) > 65535:
+        raise ValueError(f"endpoint {text!r} does not end with a port number from 0 to 65535")
+    return Endpoint(host, int(parts[3]))
+
+
+def _ask_resolver(host: str, flags: int, within_s: float) -> list[Any]:
+    answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ask() -> None:
+        try:
+            answers.put(socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=flags))
+        except Exception as error:
+            answers.put(error)
+
+    try:
+        threading.Thread(target=ask, name=f"resolve {host}", daemon=True).start()
+    except RuntimeError:  # the interpreter is going down and starts no threads
+        ask()
+    try:
+        answer = answers.get(timeout=within_s)
+    except queue.Empty:
+        answer = socket.gaierror(socket.EAI_AGAIN, f"no answer from the resolver within {within_s:.1f} s")
+    if isinstance(answer, Exception):
+        raise answer
+    return list(answer)
+
+
+def _resolve(host: str, port: int, within_s: float) -> tuple[list[_Place], bool]:
+    """Return the places that a host stands for, and whether it is a name; raise `gaierror` or `ValueError`."""
+    named = False
+    try:
+        found: list[Any] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    except socket.gaierror:
+        named = True
+        found = _ask_resolver(host, 0, within_s)
+    except ValueError as error:  # no bytes of DNS can spell it: an empty label, or one of more than 63
+        raise ValueError(f"{host!r} is not a host name: {error}") from None
+    return list(dict.fromkeys((f[0], (f[4][0], port, *f[4][2:])) for f in found)), named
+
+
+def _is_mine(family: int, address: _Address) -> bool:
+    first = socket.inet_pton(family, address[0].partition("%")[0])[0]
+    multicast = first == 0xFF if family == socket.AF_INET6 else 224 <= first < 240
+    if multicast or address[0] in (*_WILDCARDS, "255.255.255.255"):
+        return False  # it can be bound, and yet is no machine's own
+    try:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.bind(address)
+    except OSError:
+        return False
+    return True
+
+
+def is_this_host(host: str) -> bool:
+    """Say whether a name or address means this machine; a resolver that fails or hangs is a no, never an error."""
+    name = host.strip().rstrip(".").lower()
+    own = socket.gethostname().rstrip(".").lower()
+    if not name or name in ("localhost", own):
+        return bool(name)
+    deadline = Deadline(_RESOLVE_S)
+    with suppress(OSError, ValueError):
+        if any(_is_mine(*place) for place in _resolve(host.strip(), 0, deadline.remaining())[0]):
+            return True
+    with suppress(OSError, ValueError):
+        found = _ask_resolver(own, socket.AI_CANONNAME, deadline.remaining())
+        return name in {canonical.rstrip(".").lower() for _, _, _, canonical, _ in found}
+    return False
+
+
+def _listen_at(places: Iterable[_Place], port: int, backlog: int) -> list[socket.socket]:
+    opened: list[socket.socket] = []
+    with ExitStack() as undo:
+        for family, address in places:
+            try:
+                sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+                sock.settimeout(None)  # whatever socket.setdefaulttimeout says
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                if family == socket.AF_INET6:
+                    sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+                sock.bind((address[0], port, *address[2:]))
+                sock.listen(backlog)
+            except OSError as error:
+                raise AddressTaken(address=str(Endpoint(address[0], port)), why=_why(error)) from error
+            opened.append(sock)
+            port = sock.getsockname()[1]
+        undo.pop_all()
+    return opened
+
+
+def listen(hosts: Sequence[str], port: int, *, backlog: int = _BACKLOG) -> list[socket.socket]:
+    """Listen on exactly the addresses that the hosts stand for, all with the same port number.
+
+    Port 0 is a free one, the same at every address. An address that a name resolves to and this machine lacks
+    is passed over if another of the name's can be had. Raises `AddressTaken`, and then nothing stays open.
+    """
+    if isinstance(hosts, str) or not hosts or not 0 <= port <= 65535:
+        raise ValueError(f"listen needs a list of hosts and a port from 0 to 65535, not {hosts!r} and {port}")
+    wanted: list[_Place] = []
+    for host in hosts:
+        try:
+            places, named = _resolve(host, 0, _RESOLVE_S)
+        except (OSError, ValueError) as error:
+            raise AddressTaken(address=str(Endpoint(host, port)), why=_why(error)) from error
+        wanted += [place for place in places if named and _is_mine(*place)] or places
+    # A wildcard holds every address of its family, and the kernel would refuse one of them beside it.
+    wild = {family: address for family, address in wanted if address[0] in _WILDCARDS}
+    distinct = dict.fromkeys((family, wild.get(family, address)) for family, address in wanted)
+    tries = 1 if port else _PORT_TRIES
+    while True:
+        tries -= 1
+        try:
+            return _listen_at(distinct, port, backlog)
+        except AddressTaken as error:
+            if not tries or not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
+                raise
+
+
+def _refusal(sock: socket.socket) -> str | None:
+    internet = sock.family in (socket.AF_INET, socket.AF_INET6)
+    if not internet or sock.type != socket.SOCK_STREAM or sock.proto not in (0, socket.IPPROTO_TCP):
+        return "is not a TCP socket"
+    if sock.getsockname()[1] == 0:
+        return "is not bound to a port"
+    try:
+        return f"is connected to {Endpoint(*sock.getpeername()[:2])}"
+    except OSError:
+        return None
+
+
+def adopt(fd: int) -> socket.socket:
+    """Take over the descriptor of a bound TCP socket, and listen on it if nobody does yet.
+
+    The returned socket owns the descriptor and closes it on exec. Raises `ValueError` for anything but a bound,
+    unconnected TCP socket, and `AddressTaken` if it cannot listen; the descriptor then stays the caller's, open.
+    """
+    try:
+        sock = socket.socket(fileno=fd)
+    except OSError as error:
+        raise ValueError(f"descriptor {fd} is not a socket: {_why(error)}") from error
+    with ExitStack() as undo:
+        undo.callback(sock.detach)
+        if refusal := _refusal(sock):
+            raise ValueError(f"descriptor {fd} {refusal}; give a bound TCP socket to listen on")
+        if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            try:
+                sock.listen(_BACKLOG)
+            except OSError as error:
+                raise AddressTaken(address=str(Endpoint(*sock.getsockname()[:2])), why=_why(error)) from error
+        sock.setblocking(True)
+        sock.set_inheritable(False)
+        undo.pop_all()
+    return sock
+
+
+def bound_socket(host: str = "localhost") -> socket.socket:
+    """Return a socket that listens on a free port, at the first address of the host."""
+    first, *others = listen([host], 0)
+    for other in others:
+        other.close()
+    return first
+
+
+def free_port(host: str = "localhost") -> int:
+    """Return a port that was free a moment ago; somebody may take it, so prefer `bound_socket` and `adopt`."""
+    with bound_socket(host) as sock:
+        return int(sock.getsockname()[1])
+
+
+def keep_alive(sock: socket.socket, *, idle_s: int = 2, interval_s: int = 1, count: int = 4) -> None:
+    """Let the kernel find a peer whose host has vanished, after `idle_s + interval_s * count` seconds.
+
+    On Linux that also gives up a peer that lives but has read nothing for so long while its window was full.
+    """
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # the latter on macOS
+    limit_ms = (idle_s + interval_s * count) * 1000
+    options = {idle: idle_s, "TCP_KEEPINTVL": interval_s, "TCP_KEEPCNT": count, "TCP_USER_TIMEOUT": limit_ms}
+    for option, value in options.items():
+        if hasattr(socket, option):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+
+def _attempt(family: int, address: _Address, within_s: float) -> socket.socket:
+    with ExitStack() as undo:
+        sock = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+        sock.settimeout(within_s)
+        sock.connect(address)
+        if sock.getsockname() == sock.getpeername():
+            # Our ephemeral port was the very port we called. Close by reset, so that the server may have it.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raise ConnectionRefusedError("refused, only this socket itself answered")
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        keep_alive(sock)
+        sock.settimeout(None)
+        undo.pop_all()
+    return sock
+
+
+def _round(host: str, port: int, deadline: Deadline, patience_s: float, tried: dict[str, str]) -> socket.socket | None:
+    """Try every address once, each for its share of the time left, and note in `tried` how each one failed."""
+    try:
+        places, _ = _resolve(host, port, min(max(_LEAST_S, deadline.remaining()), _PATIENCE_S[1]))
+    except OSError as error:
+        tried[host] = _why(error)
+        return None
+    tried.pop(host, None)
+    for index, (family, address) in enumerate(places):
+        where = str(Endpoint(*address[:2]))
+        if deadline.expired() and where in tried:
+            continue
+        share_s = deadline.remaining() / (len(places) - index)
+        try:
+            return _attempt(family, address, max(_LEAST_S, min(share_s, patience_s)))
+        except InterruptedError:
+            raise
+        except OSError as error:
+            tried[where] = _why(error)
+    return None
+
+
+def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
+    """Connect to the first address of the host that answers, trying again until the deadline.
+
+    The socket is blocking, without Nagle's delay, and kept alive. Raises `ConnectFailed` with what happened at
+    each address, and `ValueError` for what is no host name or no port.
+    """
+    if not 1 <= port <= 65535:
+        raise ValueError(f"a port to connect to is 1 to 65535, not {port}")
+    tried: dict[str, str] = {}
+    patience_s, pause_s = _PATIENCE_S[0], _PAUSE_S[0]
+    while (sock := _round(host, port, deadline, patience_s, tried)) is None:
+        time.sleep(min(deadline.remaining(), pause_s * random.uniform(0.5, 1.0)))
+        if deadline.expired():
+            raise ConnectFailed(peer=str(Endpoint(host, port)), timeout_s=deadline.timeout_s, tried=tried)
+        patience_s, pause_s = min(2 * patience_s, _PATIENCE_S[1]), min(2 * pause_s, _PAUSE_S[1])
+    return sock
+
+
+def raise_file_limit(wanted: int) -> int:
+    """Raise the limit on open files toward `wanted`, never lower it; return what is in force (`wanted` if no limit)."""
+    try:
+        import resource
+    except ImportError:
+        return wanted
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    soft, hard = (sys.maxsize if limit == resource.RLIM_INFINITY else limit for limit in limits)
+    target = min(wanted, hard)
+    if soft < target:
+        with suppress(OSError, ValueError):  # macOS has a ceiling below the hard limit that it reports
+            resource.setrlimit(resource.RLIMIT_NOFILE, (target, limits[1]))
+            return target
+    return soft

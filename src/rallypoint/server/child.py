@@ -1,0 +1,137 @@
+"""`Server`: a server as a child process, for a program that wants one of its own.
+
+The parent binds the sockets and hands them over, so a taken port is the parent's error, the port is known at once, and
+nobody races for a number. The child runs in a session of its own (a Ctrl-C in the terminal does not reach it) and ends
+when the parent does, however that ends. Rejected: a thread in this process; a rank busy in Python would stall everyone.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import subprocess
+import sys
+import weakref
+from collections.abc import Sequence
+
+import msgspec
+
+from rallypoint import net
+from rallypoint.deadline import Deadline, Timeout
+from rallypoint.errors import ServerFailed
+from rallypoint.server.settings import Settings
+
+__all__ = ["Server", "main"]
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.child import main; main()"
+
+
+class Server:
+    """A store server in a child process that lives until `close`, or until this process ends.
+
+    `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. Use it as a context manager.
+    Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
+    """
+
+    def __init__(
+        self,
+        host: str | Sequence[str] = "127.0.0.1",
+        port: int = 0,
+        *,
+        fd: int | None = None,
+        max_memory: int | None = None,
+        start_timeout: Timeout = 30.0,
+    ) -> None:
+        sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
+        settings = Settings(fds=tuple(sock.fileno() for sock in sockets), parent_pid=os.getpid())
+        if max_memory is not None:
+            settings = msgspec.structs.replace(settings, max_memory=max_memory)
+        try:
+            self.port: int = sockets[0].getsockname()[1]
+            self._child, ready = _start(settings)
+            self._finalizer = weakref.finalize(self, _stop, self._child, os.getpid())
+            self.url = self._await_url(ready, Deadline(start_timeout))
+        finally:
+            for sock in sockets:
+                sock.close()
+
+    @property
+    def pid(self) -> int:
+        """The child's process id."""
+        return self._child.pid
+
+    def running(self) -> bool:
+        """Say whether the child is still there."""
+        return self._child.poll() is None
+
+    def close(self) -> None:
+        """End the server and free its port; harmless when it is closed already."""
+        self._finalizer()
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Server {self.url} pid {self.pid}{'' if self.running() else ' ended'}>"
+
+    def _await_url(self, ready: int, deadline: Deadline) -> str:
+        with os.fdopen(ready, "rb") as pipe:
+            if select.select([pipe], [], [], deadline.remaining())[0]:
+                line = pipe.readline()
+                if line:
+                    return line.decode().strip()
+        expired = deadline.expired()
+        self.close()
+        raise ServerFailed(
+            pid=self.pid,
+            why=f"not ready after {deadline.timeout_s:g} s" if expired else f"ended with {self._child.returncode}",
+        )
+
+
+def _start(settings: Settings) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the child; return it, and where it will write its URL."""
+    reader, writer = os.pipe()
+    settings = msgspec.structs.replace(settings, ready_fd=writer)
+    # Isolated, with this process's path: neither the working directory nor the environment can shadow a module.
+    command: list[str | bytes] = [
+        sys.executable,
+        "-I",
+        "-c",
+        _BOOT,
+        msgspec.json.encode(sys.path),
+        msgspec.json.encode(settings),
+    ]
+    try:
+        child = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, pass_fds=[*settings.fds, writer], start_new_session=True
+        )
+    except BaseException:
+        os.close(reader)
+        raise
+    finally:
+        os.close(writer)
+    return child, reader
+
+
+def _stop(child: subprocess.Popen[bytes], owner_pid: int) -> None:
+    """End the child, gently first; a fork of its owner must leave it alone."""
+    if os.getpid() != owner_pid:
+        return
+    child.terminate()
+    try:
+        child.wait(5)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+
+
+def main() -> None:
+    """Run as the child."""
+    from rallypoint.server.process import serve
+
+    logging.basicConfig(format="rallypoint server: %(message)s", level=logging.WARNING)
+    serve(msgspec.json.decode(sys.argv[2], type=Settings))

@@ -1,0 +1,132 @@
+"""The server: one engine, its listening sockets, and everybody who is connected, in one asyncio process.
+
+`House` is what connections share. It delivers what the engine has for others, adds up the memory that all of them hold,
+and once a second sweeps: newcomers that did not say who they are, and turns that nobody used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Sequence
+
+from rallypoint import net
+from rallypoint.core.c10d import Conversation
+from rallypoint.core.engine import Engine
+from rallypoint.core.records import Waiter
+from rallypoint.server.connection import Connection
+from rallypoint.server.settings import Settings
+
+__all__ = ["House"]
+
+log = logging.getLogger("rallypoint.server")
+
+BACKLOG = 4096
+"""How many connections may queue up to be accepted; the kernel has a limit of its own beside."""
+
+SWEEP_S = 1.0
+COMPLAINTS_KEPT = 1024
+"""How many peers' complaints are remembered, so that each is logged once."""
+
+
+class House:
+    """Everything one server process holds."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.engine = Engine(settings.max_memory)
+        self.started_at = time.monotonic()
+        self.sockets: list[socket.socket] = []
+        self._servers: list[asyncio.AbstractServer] = []
+        self._connections: set[Connection] = set()
+        self._newcomers: dict[Connection, float] = {}
+        self._complaints: dict[str, int] = {}
+        self._held = 0
+
+    async def open(self, sockets: Sequence[socket.socket]) -> None:
+        """Start to serve on bound, listening sockets."""
+        loop = asyncio.get_running_loop()
+        for sock in sockets:
+            # Set on the listening socket, these are inherited by every accepted one.
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            net.keep_alive(sock)
+            sock.setblocking(False)
+            self._servers.append(await loop.create_server(lambda: Connection(self), sock=sock, backlog=BACKLOG))
+        self.sockets = list(sockets)
+        loop.call_later(SWEEP_S, self._sweep)
+
+    async def close(self) -> None:
+        """Stop listening and hang up on everybody."""
+        for server in self._servers:
+            server.close()
+        for connection in list(self._connections):
+            connection.close()
+        await asyncio.sleep(0)
+
+    def statistics(self) -> dict[str, object]:
+        """Return what the server holds now, by name."""
+        engine = self.engine.statistics()
+        return {
+            "uptime_s": round(time.monotonic() - self.started_at, 1),
+            "connections": len(self._connections),
+            "keys": engine.keys,
+            "queues": engine.queues,
+            "waiting": engine.waiters,
+            "bytes": engine.size + self._held,
+            "max_bytes": self.settings.max_memory,
+            "revision": engine.revision,
+        }
+
+    # What connections call
+
+    def arrived(self, connection: Connection) -> None:
+        """Count a new connection, which must soon say who calls."""
+        self._connections.add(connection)
+        self._newcomers[connection] = time.monotonic()
+
+    def recognised(self, connection: Connection) -> None:
+        """Note that a connection has said who calls."""
+        self._newcomers.pop(connection, None)
+
+    def left(self, connection: Connection) -> None:
+        """Forget a connection."""
+        self._connections.discard(connection)
+        self._newcomers.pop(connection, None)
+        self.deliver()
+
+    def hold(self, grown: int) -> bool:
+        """Count bytes held for a connection; say whether there is room for them."""
+        self._held += grown
+        return grown <= 0 or self._held + self.engine.size <= self.settings.max_memory
+
+    def deliver(self) -> None:
+        """Send what the engine has for waiting clients."""
+        for waiter, answer in self.engine.take():
+            owner = waiter.owner
+            assert isinstance(waiter, Waiter) and isinstance(owner, Conversation)
+            assert isinstance(owner.tag, Connection)
+            owner.tag.send(owner.answer(waiter, answer))
+
+    def complain(self, connection: Connection, why: str) -> None:
+        """Log what a peer did wrong, once per peer address, then count."""
+        peer = connection.who()
+        host = peer.rpartition(":")[0]
+        times = self._complaints.get(host, 0) + 1
+        if times == 1:
+            log.warning("dropped %s: %s (further ones from this address are not logged)", peer, why)
+        if host in self._complaints or len(self._complaints) < COMPLAINTS_KEPT:
+            self._complaints[host] = times
+
+    # Inside
+
+    def _sweep(self) -> None:
+        now = time.monotonic()
+        for connection, since in list(self._newcomers.items()):
+            if now - since < self.settings.greeting_s:
+                break  # the rest came later
+            connection.drop(f"said nothing that tells who calls for {self.settings.greeting_s:g} s")
+        self.engine.sweep_turns()
+        self.deliver()
+        asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)

@@ -1,0 +1,95 @@
+"""The server's face for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
+
+`GET /healthz` answers "ok" while the server serves. `GET /` is a plain page that says what this is and what it holds.
+"""
+
+from __future__ import annotations
+
+import html
+from typing import TYPE_CHECKING
+
+import h11
+
+from rallypoint.core.c10d import BadMessage
+
+if TYPE_CHECKING:
+    from rallypoint.server.connection import Connection
+    from rallypoint.server.house import House
+
+__all__ = ["WebFace"]
+
+MAX_HEAD_BYTES = 16 * 1024
+
+_PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><title>rallypoint</title>
+<style>body {{ font: 16px/1.5 system-ui, sans-serif; margin: 3em auto; max-width: 40em; padding: 0 1em }}
+td {{ padding-right: 2em }}</style>
+<h1>rallypoint</h1>
+<p>A store where the processes of a distributed job find each other and wait for each other.
+PyTorch programs reach it as a TCPStore at this same address and port.</p>
+<table>{rows}</table>
+"""
+
+
+class WebFace:
+    """The server's end of one HTTP connection."""
+
+    held = 0
+    blocked = False
+
+    def __init__(self, house: House, connection: Connection) -> None:
+        self._house = house
+        self._connection = connection
+        self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+
+    def receive(self, data: bytes) -> bytes:
+        """Answer the requests in what came, and hang up where the peer wants that or HTTP demands it."""
+        try:
+            self._http.receive_data(data)
+            self._connection.send(b"".join(self._answers()))
+        except h11.ProtocolError as error:
+            raise BadMessage(f"bad HTTP: {error}") from error
+        if self._http.our_state in (h11.MUST_CLOSE, h11.CLOSED):
+            self._connection.close()
+        return b""
+
+    def end(self) -> None:
+        """Nothing outlives an HTTP connection."""
+
+    def _answers(self) -> list[bytes]:
+        out: list[bytes] = []
+        while True:
+            event = self._http.next_event()
+            if isinstance(event, h11.Request):
+                out.append(self._respond(event))
+            elif event is h11.PAUSED and self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+                self._http.start_next_cycle()
+            elif event in (h11.NEED_DATA, h11.PAUSED) or isinstance(event, h11.ConnectionClosed):
+                return out
+
+    def _respond(self, request: h11.Request) -> bytes:
+        status, kind, body = self._resource(request)
+        headers = [
+            ("content-type", f"{kind}; charset=utf-8"),
+            ("content-length", str(len(body))),
+            ("cache-control", "no-store"),
+            ("x-content-type-options", "nosniff"),
+        ]
+        if status == 405:
+            headers.append(("allow", "GET, HEAD"))
+        send = self._http.send
+        head = send(h11.Response(status_code=status, headers=headers)) or b""
+        payload = b"" if request.method == b"HEAD" else send(h11.Data(data=body)) or b""
+        return head + payload + (send(h11.EndOfMessage()) or b"")
+
+    def _resource(self, request: h11.Request) -> tuple[int, str, bytes]:
+        path = request.target.partition(b"?")[0]
+        if request.method not in (b"GET", b"HEAD"):
+            return 405, "text/plain", b"only GET and HEAD are answered here\n"
+        if path == b"/healthz":
+            return 200, "text/plain", b"ok\n"
+        if path == b"/":
+            facts = self._house.statistics().items()
+            rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts)
+            return 200, "text/html", _PAGE.format(rows=rows).encode()
+        return 404, "text/plain", b"nothing here: try / or /healthz\n"

@@ -1,0 +1,121 @@
+"""The server's own process: take the sockets, serve, tell where, and end when told to or when the parent is gone.
+
+A server that a program started for itself (`Server`) lives exactly as long as that program. It watches the parent by
+its process descriptor, not by PR_SET_PDEATHSIG: that one fires when the *thread* that started the child ends.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+from rallypoint import net
+from rallypoint.server.house import House
+from rallypoint.server.settings import Settings
+
+__all__ = ["serve"]
+
+log = logging.getLogger("rallypoint.server")
+
+FILES_WANTED = 65_536
+PARENT_POLL_S = 0.5
+
+
+def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once clients get in.
+
+    Raises AddressTaken or ValueError when the sockets cannot be had.
+    """
+    net.raise_file_limit(FILES_WANTED)
+    sockets = [net.adopt(fd) for fd in settings.fds] or net.listen(settings.hosts, settings.port)
+    _run(_serve(settings, sockets, ready))
+
+
+def _run(main: Coroutine[Any, Any, None]) -> None:
+    """Run on uvloop where it is installed, else on asyncio's own loop."""
+    try:
+        import uvloop
+    except ImportError:
+        asyncio.run(main)
+        return
+    loop = uvloop.new_event_loop()
+    try:
+        loop.run_until_complete(main)
+    finally:
+        loop.close()
+
+
+async def _serve(settings: Settings, sockets: list[socket.socket], ready: Callable[[str], None]) -> None:
+    house, stop = House(settings), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, stop.set)
+    if settings.parent_pid is None:
+        loop.add_signal_handler(signal.SIGINT, stop.set)
+    else:
+        loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the parent's to judge
+        _watch_parent(settings.parent_pid, stop)
+    await house.open(sockets)
+    gc.freeze()  # what is here now stays; collections need not look at it again
+    url = _url(sockets)
+    with _published(settings, url):
+        ready(url)
+        await stop.wait()
+    await house.close()
+
+
+def _watch_parent(pid: int, stop: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    try:
+        descriptor = os.pidfd_open(pid)
+    except (AttributeError, OSError):
+        descriptor = None
+    if descriptor is not None:
+        loop.add_reader(descriptor, stop.set)
+
+    def look() -> None:
+        if os.getppid() != pid:
+            stop.set()
+        elif descriptor is None:
+            loop.call_later(PARENT_POLL_S, look)
+
+    look()  # also after opening the descriptor: the parent may have gone, and its number to another, before
+
+
+def _url(sockets: list[socket.socket]) -> str:
+    """Return the address to give to clients: what was bound, or this host's name where that was every address."""
+    host, port = sockets[0].getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"tcp://{net.Endpoint(host, port)}"
+
+
+@contextlib.contextmanager
+def _published(settings: Settings, url: str) -> Any:
+    """Write the URL where it was asked for; a file appears whole, and goes when the server ends."""
+    if settings.ready_fd is not None:
+        os.write(settings.ready_fd, url.encode() + b"\n")
+        os.close(settings.ready_fd)
+    if settings.url_file is None:
+        yield
+        return
+    path = Path(settings.url_file)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+    with os.fdopen(handle, "w") as file:
+        file.write(url + "\n")
+    os.chmod(temporary, 0o644)
+    os.replace(temporary, path)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            if path.read_text() == url + "\n":
+                path.unlink()

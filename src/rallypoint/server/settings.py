@@ -1,0 +1,38 @@
+"""What a server can be told: where to listen, and its limits. The command line and `Server` both fill this in."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["DEFAULT_PORT", "Settings"]
+
+DEFAULT_PORT = 29400
+
+MIB = 1024 * 1024
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """A server's settings; sizes are in bytes, durations in seconds."""
+
+    hosts: tuple[str, ...] = ("127.0.0.1",)
+    port: int = DEFAULT_PORT
+    fds: tuple[int, ...] = ()
+    """Bound sockets to listen on, instead of hosts and port."""
+
+    url_file: str | None = None
+    """A file to write the server's URL to once it listens; removed when it ends."""
+
+    ready_fd: int | None = None
+    """A descriptor to write the URL to once it listens."""
+
+    parent_pid: int | None = None
+    """The process to live and die with."""
+
+    max_memory: int = 4096 * MIB
+    """Everything held for clients: keys, values, waits and what is on its way in or out."""
+
+    max_connection_memory: int = 256 * MIB
+    """What one connection may make the server hold in one request or one answer."""
+
+    greeting_s: float = 10.0
+    """How long a new connection may take to say who calls."""

@@ -1,0 +1,415 @@
+"""What a store is: a view (a key prefix, a default timeout) of a backend that holds the bytes.
+
+`Store` has the public operations, with PyTorch's names, argument order and meaning. It checks what it is given, turns
+names into bytes, takes the deadline, and turns outcomes into errors that speak of the caller's keys. All of that is
+written once, here. A `Backend` is what differs between stores: the same operations on bytes, whose expected outcomes
+are return values (`TimedOut`, None). `PrefixStore` is therefore only another view of the same backend.
+
+Rejected: a `PrefixStore` that forwards every method; each of them would check its arguments twice.
+"""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import NamedTuple, TypeVar
+
+from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
+from rallypoint.core.records import Event, Swap, TimedOut
+from rallypoint.deadline import Deadline, Timeout, seconds
+from rallypoint.errors import LimitExceeded, QueueEmpty, StoreTimeout, Unsupported
+
+__all__ = ["Backend", "Change", "Feed", "Lease", "Store", "Watch"]
+
+DEFAULT_TIMEOUT_S = 300.0
+
+_Self = TypeVar("_Self", bound="Store")
+
+
+class Change(NamedTuple):
+    """One change of a watched key: its new value, or None when it was deleted."""
+
+    key: str
+    value: bytes | None
+    revision: int
+
+
+class Feed(abc.ABC):
+    """A backend's stream of events for one watch."""
+
+    @abc.abstractmethod
+    def next(self, deadline: Deadline) -> Event | TimedOut:
+        """Return the next event, waiting for it until the deadline; raise StoreClosed once closed."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Stop the stream and wake whoever waits on it."""
+
+
+class Backend(abc.ABC):
+    """The bytes behind a store. Keys arrive checked and with their full prefix; calls may come from any thread."""
+
+    name: str
+    """How errors call this store: a URL or the like."""
+
+    root: bytes = b""
+    """What every key starts with on this backend, unseen by people."""
+
+    @abc.abstractmethod
+    def set(self, key: bytes, value: bytes) -> None: ...
+    @abc.abstractmethod
+    def add(self, key: bytes, amount: int) -> int: ...
+    @abc.abstractmethod
+    def append(self, key: bytes, value: bytes) -> None: ...
+    @abc.abstractmethod
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes: ...
+    @abc.abstractmethod
+    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap: ...
+    @abc.abstractmethod
+    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None: ...
+    @abc.abstractmethod
+    def check(self, keys: Sequence[bytes]) -> bool: ...
+    @abc.abstractmethod
+    def delete(self, key: bytes) -> bool: ...
+    @abc.abstractmethod
+    def delete_prefix(self, prefix: bytes) -> int: ...
+    @abc.abstractmethod
+    def num_keys(self, prefix: bytes) -> int: ...
+    @abc.abstractmethod
+    def list_keys(self, prefix: bytes) -> list[bytes]: ...
+    @abc.abstractmethod
+    def queue_push(self, key: bytes, value: bytes) -> None: ...
+    @abc.abstractmethod
+    def queue_pop(self, key: bytes) -> bytes | None: ...
+    @abc.abstractmethod
+    def queue_len(self, key: bytes) -> int: ...
+
+    @abc.abstractmethod
+    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
+        """Return when all the keys exist at once."""
+
+    @abc.abstractmethod
+    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
+        """Return the values of the keys once all exist."""
+
+    @abc.abstractmethod
+    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
+        """Take the first item of a queue once there is one."""
+
+    @abc.abstractmethod
+    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
+        """Count one arrival and return when there are `size`."""
+
+    @abc.abstractmethod
+    def clone(self) -> Backend:
+        """Return a backend with the same content and a session of its own."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Give up leases and watches, wake waiting calls with StoreClosed, release what the backend holds open."""
+
+    def lease(self, key: bytes, value: bytes) -> None:
+        """Write a key that vanishes when this backend's session ends."""
+        raise self.unsupported("lease")
+
+    def unlease(self, key: bytes) -> bool:
+        """Delete a key if this backend's session still leases it."""
+        raise self.unsupported("lease")
+
+    def watch(self, prefix: bytes) -> Feed:
+        """Stream the changes of keys that start with a prefix, from now on."""
+        raise self.unsupported("watch")
+
+    def unsupported(self, operation: str) -> Unsupported:
+        """Build the error for an operation that this backend does not have."""
+        return Unsupported(operation=operation, store=self.name, why="this kind of store cannot do it")
+
+
+class Lease:
+    """A key that is there while its owner lives; release it, or leave the `with` block, to delete it."""
+
+    def __init__(self, store: Store, key: str) -> None:
+        self.key = key
+        self._store = store
+
+    def release(self) -> bool:
+        """Delete the key, and say whether it was still ours (another writer may have taken it over)."""
+        return self._store._backend.unlease(self._store._name(self.key))
+
+    def __enter__(self) -> Lease:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    def __repr__(self) -> str:
+        return f"<Lease of {self.key!r} in {self._store!r}>"
+
+
+class Watch:
+    """The changes of keys under a prefix, in order, from the moment it was made; an iterator and a context manager."""
+
+    def __init__(self, store: Store, prefix: str, timeout: Timeout | None) -> None:
+        self.prefix = prefix
+        self._store = store
+        self._timeout_s = None if timeout is None else seconds(timeout)
+        self._feed = store._backend.watch(store._name(prefix))
+
+    def next(self, timeout: Timeout | None = None) -> Change:
+        """Return the next change, waiting at most `timeout` (default: the watch's own, else the store's).
+
+        Raises StoreTimeout when nothing changes in that time, StoreClosed once the watch or its store is closed.
+        """
+        deadline = self._store._deadline(self._timeout_s if timeout is None else timeout)
+        event = self._feed.next(deadline)
+        if isinstance(event, TimedOut):
+            raise self._store._timed_out("watch", [f"{self.prefix}*"], [f"{self.prefix}*"], deadline)
+        return Change(self._store._unname(event.key), event.value, event.revision)
+
+    def close(self) -> None:
+        """Stop watching and wake whoever waits in `next`."""
+        self._feed.close()
+
+    def __iter__(self) -> Iterator[Change]:
+        while True:
+            yield self.next()
+
+    def __enter__(self) -> Watch:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Store:
+    """A linearizable map from text keys to bytes that the processes of a job share.
+
+    Safe for use by many threads. Blocking calls end by their timeout (`StoreTimeout`), by Ctrl-C, or by `close`.
+    """
+
+    def __init__(self, backend: Backend, prefix: bytes, timeout: Timeout = DEFAULT_TIMEOUT_S) -> None:
+        self._backend = backend
+        self._prefix = prefix
+        self._timeout_s = seconds(timeout)
+
+    # PyTorch's operations
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value; it is readable by everyone when this returns."""
+        self._backend.set(self._name(key), self._value(key, value))
+
+    def get(self, key: str, timeout: Timeout | None = None) -> bytes:
+        """Return a value, waiting until the key exists."""
+        return self._values("get", [key], timeout)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter kept as decimal text (a missing key is 0) and return its new value."""
+        if isinstance(amount, bool) or not isinstance(amount, int):
+            raise TypeError(f"the amount to add to {key!r} must be an int, not {amount!r}")
+        if not -(2**63) <= amount < 2**63:
+            raise ValueError(f"the amount to add to {key!r} must fit in 64 bits, got {amount}")
+        return self._backend.add(self._name(key), amount)
+
+    def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Write if the value is the expected one; return the value after the call, as PyTorch does.
+
+        On a missing key it writes only when the expectation is empty, and otherwise returns the expectation, which
+        looks like a value that is there. `swap` tells the two apart.
+        """
+        expected, desired = self._value(key, expected_value), self._value(key, desired_value)
+        return self._backend.compare_set(self._name(key), expected, desired)
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add bytes to the end of a value; a missing key counts as empty."""
+        self._backend.append(self._name(key), self._value(key, value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Say whether all of the keys exist now. A queue that holds an item counts."""
+        return self._backend.check(self._names(keys))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Return when all of the keys exist at once. A queue that holds an item counts."""
+        names, deadline = self._names(keys), self._deadline(timeout)
+        outcome = self._backend.wait(names, deadline)
+        if outcome is not None:
+            raise self._timed_out("wait", keys, self._unnamed(outcome.missing), deadline)
+
+    def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        """Return the values of all the keys as of one moment, waiting until all exist."""
+        return self._values("multi_get", keys, timeout)
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write all the pairs as one change."""
+        names = self._names(keys)
+        if len(names) != len(values):
+            raise ValueError(f"multi_set got {len(names)} keys and {len(values)} values")
+        self._backend.multi_set(
+            [(name, self._value(key, value)) for name, key, value in zip(names, keys, values, strict=True)]
+        )
+
+    def delete_key(self, key: str) -> bool:
+        """Delete a key, and say whether it was there. A queue of that name is not touched."""
+        return self._backend.delete(self._name(key))
+
+    def num_keys(self) -> int:
+        """Count the keys; through a prefix, those under it."""
+        return self._backend.num_keys(self._prefix if self._prefix != self._backend.root else b"")
+
+    def list_keys(self) -> list[str]:
+        """List the keys; through a prefix, those under it, without it. Raises UnicodeDecodeError on foreign bytes."""
+        names = self._backend.list_keys(self._prefix)
+        return [name[len(self._prefix) :].decode() for name in names]
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Put an item at the end of a queue. Queues and keys of one name are different things."""
+        self._backend.queue_push(self._name(key), self._value(key, value))
+
+    def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
+        """Take the first item of a queue; every item goes to one taker.
+
+        With `block`, waits in line for an item (StoreTimeout). Without, raises QueueEmpty where there is none.
+        """
+        name = self._name(key)
+        if not block:
+            item = self._backend.queue_pop(name)
+            if item is None:
+                raise QueueEmpty(key=key, store=self._backend.name)
+            return item
+        deadline = self._deadline(timeout)
+        outcome = self._backend.wait_item(name, deadline)
+        if isinstance(outcome, TimedOut):
+            raise self._timed_out("queue_pop", [key], [key], deadline)
+        return outcome
+
+    def queue_len(self, key: str) -> int:
+        """Count the items of a queue."""
+        return self._backend.queue_len(self._name(key))
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Return when `world_size` callers have come to this key.
+
+        As PyTorch's, it counts in the key itself and works once per key; a caller that times out is taken back.
+        """
+        if isinstance(world_size, bool) or not isinstance(world_size, int):
+            raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
+        name, deadline = self._name(key), self._deadline(timeout)
+        if self._backend.barrier(name, world_size, deadline) is not None:
+            raise self._timed_out("barrier", [key], [key], deadline)
+
+    def clone(self: _Self) -> _Self:
+        """Return an independent handle on the same store: own timeout, own leases, own connection."""
+        copy = self.__class__.__new__(self.__class__)
+        copy.__dict__.update(self.__dict__, _backend=self._backend.clone())
+        return copy
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long blocking calls wait where they are not told."""
+        return timedelta(seconds=self._timeout_s)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        """Set how long blocking calls of this handle wait where they are not told."""
+        self._timeout_s = seconds(timeout)
+
+    def has_extended_api(self) -> bool:
+        """Say that append, multi_get, multi_set and the queues are there: they always are."""
+        return True
+
+    # Ours
+
+    def swap(self, key: str, expected: str | bytes | None, desired: str | bytes) -> Swap:
+        """Write if the value is the expected one (None: if there is no such key); return (won, value now)."""
+        wanted = None if expected is None else self._value(key, expected)
+        return self._backend.swap(self._name(key), wanted, self._value(key, desired))
+
+    def delete_prefix(self, prefix: str) -> int:
+        """Delete every key and queue whose name starts with `prefix`; return how many there were."""
+        return self._backend.delete_prefix(self._name(prefix))
+
+    def lease(self, key: str, value: str | bytes) -> Lease:
+        """Write a key that vanishes with this store handle: at its release, its close, or the death of the process.
+
+        A later write by anyone takes the key over and ends the lease.
+        """
+        self._backend.lease(self._name(key), self._value(key, value))
+        return Lease(self, key)
+
+    def watch(self, prefix: str = "", timeout: Timeout | None = None) -> Watch:
+        """Watch the changes of all keys that start with `prefix`, from now on."""
+        return Watch(self, prefix, timeout)
+
+    def close(self) -> None:
+        """End this handle and every view of it: leases are given up, waiting calls raise StoreClosed."""
+        self._backend.close()
+
+    def __enter__(self: _Self) -> _Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        prefix = self._unname(self._prefix, of=self._backend.root)
+        return f"<{type(self).__name__} {self._backend.name}{' prefix ' + repr(prefix) if prefix else ''}>"
+
+    # Names, values, deadlines, errors
+
+    def _name(self, key: str) -> bytes:
+        if not isinstance(key, str):
+            raise TypeError(f"a key must be a str, not {type(key).__name__}: {key!r}")
+        try:
+            name = self._prefix + key.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"key {key!r} is not valid Unicode: {error.reason}") from None
+        size = len(name) - len(self._backend.root)
+        if size > MAX_KEY_BYTES:
+            raise LimitExceeded(what="key", key=key, size=size, limit=MAX_KEY_BYTES)
+        return name
+
+    def _names(self, keys: Sequence[str]) -> list[bytes]:
+        if isinstance(keys, (str, bytes)):
+            raise TypeError(f"keys must be a list of str, not {keys!r}")
+        if len(keys) > MAX_KEYS:
+            raise LimitExceeded(what="keys", key=keys[0], size=len(keys), limit=MAX_KEYS)
+        return [self._name(key) for key in keys]
+
+    def _unname(self, name: bytes, of: bytes | None = None) -> str:
+        return name[len(self._prefix if of is None else of) :].decode("utf-8", "backslashreplace")
+
+    def _unnamed(self, names: Sequence[bytes]) -> list[str]:
+        return [self._unname(name) for name in names]
+
+    def _value(self, key: str, value: str | bytes) -> bytes:
+        if isinstance(value, str):
+            try:
+                value = value.encode()
+            except UnicodeEncodeError as error:
+                raise ValueError(f"the value for {key!r} is not valid Unicode: {error.reason}") from None
+        elif isinstance(value, (bytearray, memoryview)):
+            value = bytes(value)
+        elif not isinstance(value, bytes):
+            raise TypeError(f"the value for {key!r} must be str or bytes, not {type(value).__name__}")
+        if len(value) > MAX_VALUE_BYTES:
+            raise LimitExceeded(what="value of", key=key, size=len(value), limit=MAX_VALUE_BYTES)
+        return value
+
+    def _values(self, operation: str, keys: Sequence[str], timeout: Timeout | None) -> list[bytes]:
+        names, deadline = self._names(keys), self._deadline(timeout)
+        outcome = self._backend.wait_values(names, deadline)
+        if isinstance(outcome, TimedOut):
+            raise self._timed_out(operation, keys, self._unnamed(outcome.missing), deadline)
+        return outcome
+
+    def _deadline(self, timeout: Timeout | None) -> Deadline:
+        return Deadline(self._timeout_s if timeout is None else timeout)
+
+    def _timed_out(
+        self, operation: str, keys: Sequence[str], missing: Sequence[str], deadline: Deadline
+    ) -> StoreTimeout:
+        return StoreTimeout(
+            operation=operation, keys=keys, missing=missing, timeout_s=deadline.timeout_s, store=repr(self)
+        )

@@ -1,0 +1,73 @@
+"""What all tests share: the outside parts that some of them need, and how hypothesis runs.
+
+`@pytest.mark.needs("torch")` skips a test where torch is missing. Where RALLYPOINT_REQUIRE lists the part, as in
+"torch,redis", the test fails instead, so that CI cannot pass by having skipped what it was built to check.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "rallypoint",
+    deadline=None,
+    derandomize="CI" in os.environ,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.load_profile("rallypoint")
+
+
+def _importable(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
+
+
+PARTS: dict[str, Callable[[], bool]] = {
+    "torch": lambda: _importable("torch"),
+    "redis": lambda: shutil.which("redis-server") is not None,
+}
+"""A part, and how to find out whether it is here."""
+
+MISSED = pytest.StashKey[Counter[str]]()
+
+
+@cache
+def _is_here(part: str) -> bool:
+    return PARTS[part]()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[MISSED] = Counter()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    required = os.environ.get("RALLYPOINT_REQUIRE", "").replace(" ", "").split(",")
+    for marker in item.iter_markers("needs"):
+        (part,) = marker.args
+        if part not in PARTS:
+            raise pytest.UsageError(f"needs({part!r}): conftest.py knows {', '.join(PARTS)}")
+        if _is_here(part):
+            continue
+        item.config.stash[MISSED][part] += 1
+        if part in required:
+            pytest.fail(f"{part} is missing here, and RALLYPOINT_REQUIRE asks for it", pytrace=False)
+        pytest.skip(f"{part} is missing here")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    missed = config.stash[MISSED]
+    if missed:
+        terminalreporter.section("PARTS MISSING HERE", sep="!", red=True, bold=True)
+        for part, tests in missed.items():
+            terminalreporter.line(f"{part}: {tests} tests did not run without it", red=True)

@@ -1,0 +1,1 @@
+"""Text transcripts of pure objects: commands, a line of dashes, and what came out."""

@@ -1,0 +1,201 @@
+"""The error tree: every class has its facts as fields and in its sentence, and survives a trip to another process.
+
+`SAMPLES` has one error of every class that can be made. A class without a sample fails the first test.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import pickle
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+
+from rallypoint import errors
+from rallypoint.errors import (
+    AddressTaken,
+    ConnectFailed,
+    ConnectionLost,
+    CorruptFile,
+    LimitExceeded,
+    NetworkError,
+    NotAnInteger,
+    QueueEmpty,
+    RallypointError,
+    ServerFailed,
+    StoreClosed,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    Unsupported,
+)
+
+
+class Sample(NamedTuple):
+    """An error, the fields it must have, the words its sentence must contain, and what else it is."""
+
+    error: RallypointError
+    fields: dict[str, Any]
+    facts: list[str]
+    also: tuple[type[Exception], ...]
+
+
+def sample(cls: Any, facts: list[str], *also: type[Exception], **fields: Any) -> Sample:
+    return Sample(cls(**fields), fields, facts, also)
+
+
+SAMPLES: list[Sample] = [
+    Sample(RallypointError("the sentence"), {}, ["the sentence"], (RuntimeError,)),
+    Sample(StoreError("the sentence"), {}, ["the sentence"], (RallypointError,)),
+    Sample(NetworkError("the sentence"), {}, ["the sentence"], (RallypointError, ConnectionError, OSError)),
+    sample(
+        StoreTimeout,
+        ["wait timed out after 2.5 s", "'y', 'z'", "2 of 3 keys", "memory://1"],
+        StoreError,
+        TimeoutError,
+        operation="wait",
+        keys=("x", "y", "z"),
+        missing=("y", "z"),
+        timeout_s=2.5,
+        store="memory://1",
+    ),
+    sample(QueueEmpty, ["'jobs'", "memory://1", "block=True"], StoreError, key="jobs", store="memory://1"),
+    sample(NotAnInteger, ["'n'", "b'twelve'"], StoreError, ValueError, key="n", value=b"twelve"),
+    sample(
+        LimitExceeded,
+        ["key 'k' has 9,000", "8,191"],
+        StoreError,
+        ValueError,
+        what="key",
+        key="k",
+        size=9000,
+        limit=8191,
+    ),
+    sample(StoreFull, ["'big'", "2,000", "1,000"], StoreError, key="big", size=2000, limit=1000),
+    sample(
+        Unsupported,
+        ["watch is not available on file:///s: no"],
+        StoreError,
+        NotImplementedError,
+        operation="watch",
+        store="file:///s",
+        why="no",
+    ),
+    sample(StoreClosed, ["memory://1 was closed"], StoreError, store="memory://1"),
+    sample(CorruptFile, ["/tmp/s", "byte 12", "bad length"], StoreError, path="/tmp/s", offset=12, why="bad length"),
+    sample(
+        ConnectFailed,
+        ["node-a:29500", "within 3 s", "10.0.0.1: refused", "10.0.0.2: no route"],
+        NetworkError,
+        TimeoutError,
+        peer="node-a:29500",
+        timeout_s=3.0,
+        tried={"10.0.0.1": "refused", "10.0.0.2": "no route"},
+    ),
+    sample(
+        ConnectionLost,
+        ["node-a:29500", "during add", "reset by peer"],
+        NetworkError,
+        peer="node-a:29500",
+        operation="add",
+        why="reset by peer",
+    ),
+    sample(AddressTaken, ["[::1]:80", "not allowed"], NetworkError, address="[::1]:80", why="not allowed"),
+    sample(
+        ServerFailed, ["process 123 did not come up: it ended", "standard error"], NetworkError, pid=123, why="it ended"
+    ),
+]
+
+each = pytest.mark.parametrize("sample", SAMPLES, ids=lambda sample: type(sample.error).__name__)
+
+
+def classes() -> set[type[Exception]]:
+    return {value for _, value in inspect.getmembers(errors, inspect.isclass) if issubclass(value, Exception)}
+
+
+def test_every_class_has_a_sample_and_is_exported() -> None:
+    assert {type(sample.error) for sample in SAMPLES} == classes()
+    assert {cls.__name__ for cls in classes()} == set(errors.__all__)
+
+
+def test_every_class_is_in_the_tree_of_the_docstring() -> None:
+    assert [cls.__name__ for cls in classes() if cls.__name__ not in (errors.__doc__ or "")] == []
+
+
+@each
+def test_it_has_its_facts_as_fields(sample: Sample) -> None:
+    assert vars(sample.error) == sample.fields
+    assert set(inspect.get_annotations(type(sample.error))) == set(sample.fields), "every field is declared"
+
+
+@each
+def test_its_sentence_says_the_facts(sample: Sample) -> None:
+    assert [fact for fact in sample.facts if fact not in str(sample.error)] == []
+
+
+@each
+def test_it_is_caught_as_what_else_it_is(sample: Sample) -> None:
+    assert [kind for kind in (RallypointError, RuntimeError, *sample.also) if not isinstance(sample.error, kind)] == []
+
+
+@each
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_it_survives_pickling(sample: Sample, protocol: int) -> None:
+    assert_same(pickle.loads(pickle.dumps(sample.error, protocol)), sample.error)
+
+
+@each
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_it_survives_copying(sample: Sample, how: Callable[[Any], Any]) -> None:
+    twin = how(sample.error)
+    assert_same(twin, sample.error)
+    twin.key = "changed"
+    assert getattr(sample.error, "key", None) != "changed", "a copy has fields of its own"
+
+
+def assert_same(twin: RallypointError, error: RallypointError) -> None:
+    assert twin is not error
+    assert type(twin) is type(error)
+    assert (str(twin), twin.args, vars(twin)) == (str(error), error.args, vars(error))
+
+
+def test_a_note_and_a_subclass_survive_pickling_too() -> None:
+    error = _Mine(operation="get", keys=["k"], missing=["k"], timeout_s=1.0, store="s")
+    error.__notes__ = ["seen on node-b"]
+    twin = pickle.loads(pickle.dumps(error))
+    assert type(twin) is _Mine
+    assert (str(twin), twin.__notes__, twin.missing) == (str(error), ["seen on node-b"], ("k",))
+
+
+class _Mine(StoreTimeout):
+    pass
+
+
+def test_a_long_list_of_names_is_cut_and_counted() -> None:
+    keys = [f"rank{i}" for i in range(100)]
+    error = StoreTimeout(operation="wait", keys=keys, missing=keys, timeout_s=1.0, store="s")
+    assert "'rank7' and 92 more, 100 of 100 keys" in str(error)
+    assert "rank8" not in str(error)
+    assert error.missing == tuple(keys)
+
+
+def test_a_long_name_or_value_is_cut_in_the_sentence() -> None:
+    assert len(str(QueueEmpty(key="k" * 8000, store="s"))) < 300
+    assert len(str(NotAnInteger(key="k", value=b"x" * 8_000_000))) < 300
+    assert len(NotAnInteger(key="k", value=b"x" * 8_000_000).value) == 1024
+
+
+def test_one_key_is_not_counted() -> None:
+    error = StoreTimeout(operation="get", keys=["k"], missing=["k"], timeout_s=0.0, store="s")
+    assert "of 1 keys" not in str(error)
+
+
+def test_too_many_keys_are_a_sentence_of_their_own() -> None:
+    error = LimitExceeded(what="keys", key="first", size=131_073, limit=131_072)
+    assert str(error) == "131,073 keys in one call, starting with 'first'; the limit is 131,072"
+
+
+def test_no_address_at_all_still_reads_well() -> None:
+    assert "(no address was found)" in str(ConnectFailed(peer="p", timeout_s=1.0, tried={}))
