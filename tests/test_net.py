@@ -239,7 +239,7 @@ HOSTS = {
 if sys.platform == "linux":
     HOSTS["127.0.0.2"] = True
 if _has_ipv6():
-    HOSTS |= {"::1": True, "0:0:0:0:0:0:0:1": True, "2001:db8::7": False, "ff02::1": False}
+    HOSTS |= {"::1": True, "0:0:0:0:0:0:0:1": True, "2001:db8::7": False, "ff0e::1": False}
 
 
 @pytest.fixture
@@ -282,6 +282,13 @@ def test_an_alias_is_this_host_if_an_address_of_it_can_be_bound(
 ) -> None:
     fake_dns(monkeypatch, {"alias": lambda: [info(address) for address in found]})
     assert is_this_host("alias") is expected
+
+
+def test_the_host_name_is_this_host_even_if_it_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: "node-1")
+    fake_dns(monkeypatch, {"node-1": unknown, "NODE-1": unknown, "node-2": unknown})
+    assert is_this_host("NODE-1")
+    assert not is_this_host("node-2")
 
 
 def test_the_full_name_is_this_host_even_if_it_cannot_be_resolved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -410,6 +417,12 @@ def test_a_refused_address_is_named_with_the_reason_and_tried_once(
         listen(["127.0.0.1"], 1234)
     assert caught.value.address == "127.0.0.1:1234" and words in caught.value.why
     assert len(recorded.made) == 1 and recorded.made[0].fileno() == -1
+
+
+def test_only_a_free_port_that_is_taken_is_tried_again(recorded: type[Recorded]) -> None:
+    recorded.refusals = {socket.AF_INET: [errno.EACCES]}
+    with pytest.raises(AddressTaken, match="permission denied"):
+        listen(["127.0.0.1"], 0)
 
 
 def test_a_taken_port_is_refused_and_the_others_are_given_back(opened: ExitStack) -> None:
@@ -759,6 +772,7 @@ def test_a_name_that_appears_late_is_no_longer_called_unknown(
 
 @pytest.mark.parametrize("timeout_s", [0, 0.2])
 def test_a_resolver_that_hangs_does_not_outlast_the_deadline(monkeypatch: pytest.MonkeyPatch, timeout_s: float) -> None:
+    monkeypatch.setattr(net, "_PATIENCE_S", (2 * AMPLE_S, 2 * AMPLE_S))  # so that only the deadline ends it
     with HangingResolver() as resolver:
         fake_dns(monkeypatch, {"ghost": resolver})
         with pytest.raises(ConnectFailed) as caught:

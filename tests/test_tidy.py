@@ -37,6 +37,7 @@ LAYERS = (
     ("deadline",),
     ("core",),
     ("net",),
+    ("spawn",),
     ("store",),
     ("server", "recipes"),
     ("elastic",),
@@ -61,6 +62,8 @@ SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60
 LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/core/c10d.py": (450, "one wire protocol, both directions"),
     "src/rallypoint/core/engine.py": (500, "all store semantics, once"),
+    "src/rallypoint/errors.py": (360, "the whole tree of errors, to be read as one"),
+    "src/rallypoint/store/tcp.py": (460, "the client: its links, its pool, its operations"),
     "src/rallypoint/net.py": (400, "resolving, binding and connecting share their rules"),
     "src/rallypoint/store/base.py": (450, "the whole Store interface, with its docstrings"),
 }

@@ -1,1 +1,96 @@
-"""rallypoint."""
+"""rallypoint: where the processes of a distributed job find each other, wait for each other, and start again.
+
+A store is a map from text to bytes that the processes of a job share. Get one with a line of text
+
+    store = rallypoint.connect("tcp://head-node:29400")      # or memory://, or file:///shared/run-7
+
+or by its class: `TCPStore`, `FileStore`, `HashStore`, all with the names and signatures of PyTorch's stores, and
+`PrefixStore` to see any of them through a key prefix. `set`, `get` (which waits), `add`, `wait`, `queue_push` and
+`queue_pop` are what most programs need; `swap`, `watch`, `lease` and `delete_prefix` go further.
+
+A server is a process of its own: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
+program. Unmodified PyTorch programs use it as their TCPStore.
+
+Every error is a `RallypointError` with its facts as fields. PyTorch's own names for things are in
+`rallypoint.compat`; what needs torch is in `rallypoint.torch`.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rallypoint.core.records import Swap
+from rallypoint.errors import (
+    AddressTaken,
+    ConnectFailed,
+    ConnectionLost,
+    CorruptFile,
+    LimitExceeded,
+    NetworkError,
+    NotAnInteger,
+    QueueEmpty,
+    RallypointError,
+    ServerFailed,
+    StoreClosed,
+    StoreError,
+    StoreFull,
+    StoreTimeout,
+    Unsupported,
+    WorkersMissing,
+)
+from rallypoint.store.base import Change, Lease, Store, Watch
+from rallypoint.store.memory import HashStore
+from rallypoint.store.prefix import PrefixStore
+from rallypoint.store.tcp import TCPStore
+from rallypoint.store.url import connect
+
+if TYPE_CHECKING:
+    from rallypoint.spawn import Server
+    from rallypoint.store.file import FileStore
+
+__version__ = "0.1.0"
+
+__all__ = [
+    # stores
+    "connect",
+    "Store",
+    "HashStore",
+    "FileStore",
+    "TCPStore",
+    "PrefixStore",
+    "Swap",
+    "Watch",
+    "Change",
+    "Lease",
+    # the server
+    "Server",
+    # errors
+    "RallypointError",
+    "StoreError",
+    "StoreTimeout",
+    "WorkersMissing",
+    "QueueEmpty",
+    "NotAnInteger",
+    "LimitExceeded",
+    "StoreFull",
+    "Unsupported",
+    "StoreClosed",
+    "CorruptFile",
+    "NetworkError",
+    "ConnectFailed",
+    "ConnectionLost",
+    "AddressTaken",
+    "ServerFailed",
+]
+
+
+# What most programs never touch is imported when it is first asked for.
+_LAZY = {"Server": "rallypoint.spawn", "FileStore": "rallypoint.store.file"}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _LAZY:
+        import importlib
+
+        return getattr(importlib.import_module(_LAZY[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -6,6 +6,7 @@ launcher may send it to another process. `except` clauses choose by whose fault 
     RallypointError (a RuntimeError)
     ├── StoreError         the store answered, and the answer is no
     │   ├── StoreTimeout       also a TimeoutError: the time ran out
+    │   ├── WorkersMissing     also a TimeoutError: not all clients of a job came
     │   ├── QueueEmpty         a non-blocking pop found nothing
     │   ├── NotAnInteger       also a ValueError: `add` on a value that is no number
     │   ├── LimitExceeded      also a ValueError: a key, a value or a list is larger than the limit
@@ -32,6 +33,7 @@ __all__ = [
     "RallypointError",
     "StoreError",
     "StoreTimeout",
+    "WorkersMissing",
     "QueueEmpty",
     "NotAnInteger",
     "LimitExceeded",
@@ -94,17 +96,58 @@ class StoreTimeout(StoreError, TimeoutError):
     store: str
 
     def __init__(
-        self, *, operation: str, keys: Sequence[str], missing: Sequence[str], timeout_s: float, store: str
+        self,
+        *,
+        operation: str,
+        keys: Sequence[str],
+        missing: Sequence[str],
+        timeout_s: float,
+        store: str,
+        what: str | None = None,
     ) -> None:
         of = f", {len(missing)} of {len(keys)} keys" if len(keys) > 1 else ""
         super().__init__(
-            f"{operation} timed out after {timeout_s:g} s: still missing {_some(missing)}{of} in {store}. "
+            f"{operation} timed out after {timeout_s:g} s: {what or f'still missing {_some(missing)}{of}'} in {store}. "
             f"Is the process that writes it alive, and does it use the same store and prefix?",
             operation=operation,
             keys=tuple(keys),
             missing=tuple(missing),
             timeout_s=timeout_s,
             store=store,
+        )
+
+
+class WorkersMissing(StoreError, TimeoutError):
+    """Fewer clients than the world size have come to a store; `missing` names them where they are known."""
+
+    store: str
+    joined: int
+    world_size: int
+    timeout_s: float
+    members: tuple[str, ...]
+    missing: tuple[str, ...]
+
+    def __init__(
+        self,
+        *,
+        store: str,
+        joined: int,
+        world_size: int,
+        timeout_s: float,
+        members: Sequence[str] = (),
+        missing: Sequence[str] = (),
+    ) -> None:
+        who = f"; missing: {', '.join(missing)}" if missing else ""
+        here = f"; here: {', '.join(members)}" if members else ""
+        super().__init__(
+            f"{joined} of {world_size} clients joined {store} within {timeout_s:g} s{who}{here}. "
+            f"Were all of them started, with this address, port and world size?",
+            store=store,
+            joined=joined,
+            world_size=world_size,
+            timeout_s=timeout_s,
+            members=tuple(members),
+            missing=tuple(missing),
         )
 
 

@@ -87,7 +87,7 @@ class EngineScript:
             "sweep": lambda: f"turns are {'left' if self.engine.sweep_turns() else 'over'}",
             "drop": lambda who: self.engine.drop(self.held.pop(who)),
             "done": lambda who: self.engine.drop(self.turns.pop(who)),
-            "end": lambda owner: self.engine.end(owner),
+            "end": self.engine.end,
             "size": lambda: str(self.engine.size),
             "count": self.count,
         }

@@ -1,8 +1,8 @@
 """Transcripts: text files that say what was done and what came out of it.
 
 A transcript is a list of blocks, separated by blank lines. A block has commands, a line `----`, and the lines that
-came out. Lines that start with `#` are for people. `replay` runs the commands and writes the transcript that they really
-give; a test compares the two as text, so a failure is a diff, and accepting a change is writing the new text down:
+came out. Lines that start with `#` are for people. `replay` runs the commands and writes the transcript that they
+really give; a test compares the two as text, so a failure is a diff. A change is accepted by writing it down:
 
     RALLYPOINT_REWRITE=1 pytest tests/histories && git diff tests/histories
 """

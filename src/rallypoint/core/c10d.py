@@ -29,6 +29,8 @@ from rallypoint.errors import StoreError
 __all__ = ["BadMessage", "Conversation", "Op", "MAGIC", "encode", "hello"]
 
 MAGIC = 0x3C85F7CE
+"""What a client says first, so that a stray caller is told apart."""
+
 REPLIES_BYTES = 256 * 1024
 """How much is answered before the host must have sent it; then the rest of what came waits."""
 

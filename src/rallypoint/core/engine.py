@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import heapq
 import re
-import sys
 from collections import deque
 from collections.abc import Hashable, Iterable, Sequence
 from itertools import count
@@ -40,13 +39,14 @@ ENTRY_BYTES = 120
 """What a key, a queue item or a waited-for key costs beside its own bytes; near enough for a limit."""
 
 _INT64 = 1 << 63
+_UNLIMITED = _INT64
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 
 
 class Engine:
     """A linearizable map from keys to bytes, with queues, counters, leases, watches and waits."""
 
-    def __init__(self, max_bytes: int = sys.maxsize) -> None:
+    def __init__(self, max_bytes: int = _UNLIMITED) -> None:
         self.max_bytes = max_bytes
         self.size = 0
         self.revision = 0

@@ -97,6 +97,7 @@ class Turn:
 
 
 Answer = None | bytes | list[bytes] | Turn | TimedOut | Event
+"""What a wait ends with, or what a watch delivers."""
 
 
 @dataclass(frozen=True)

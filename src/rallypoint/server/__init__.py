@@ -1,6 +1,5 @@
 """The engine behind sockets: one asyncio process that speaks PyTorch's protocol and HTTP on one port."""
 
-from rallypoint.server.child import Server
 from rallypoint.server.settings import Settings
 
-__all__ = ["Server", "Settings"]
+__all__ = ["Settings"]

@@ -13,21 +13,30 @@ import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from rallypoint import net
 from rallypoint.server.house import House
 from rallypoint.server.settings import Settings
 
-__all__ = ["serve"]
+__all__ = ["main", "serve"]
 
 log = logging.getLogger("rallypoint.server")
 
 FILES_WANTED = 65_536
 PARENT_POLL_S = 0.5
+
+
+def main() -> None:
+    """Run as the child of a `Server`, told what to do by JSON in the second argument."""
+    logging.basicConfig(format="rallypoint server: %(message)s", level=logging.WARNING)
+    serve(msgspec.json.decode(sys.argv[2], type=Settings))
 
 
 def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -> None:

@@ -7,6 +7,7 @@ import msgspec
 __all__ = ["DEFAULT_PORT", "Settings"]
 
 DEFAULT_PORT = 29400
+"""Where a server listens when it is not told, as torchrun's rendezvous does."""
 
 MIB = 1024 * 1024
 

@@ -165,7 +165,8 @@ class Watch:
         deadline = self._store._deadline(self._timeout_s if timeout is None else timeout)
         event = self._feed.next(deadline)
         if isinstance(event, TimedOut):
-            raise self._store._timed_out("watch", [f"{self.prefix}*"], [f"{self.prefix}*"], deadline)
+            what = f"no key that starts with {self.prefix!r} changed"
+            raise self._store._timed_out("watch", [self.prefix], [self.prefix], deadline, what)
         return Change(self._store._unname(event.key), event.value, event.revision)
 
     def close(self) -> None:
@@ -296,7 +297,8 @@ class Store:
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
         name, deadline = self._name(key), self._deadline(timeout)
         if self._backend.barrier(name, world_size, deadline) is not None:
-            raise self._timed_out("barrier", [key], [key], deadline)
+            what = f"fewer than {world_size} callers came to {key!r}"
+            raise self._timed_out("barrier", [key], [key], deadline, what)
 
     def clone(self: _Self) -> _Self:
         """Return an independent handle on the same store: own timeout, own leases, own connection."""
@@ -408,8 +410,18 @@ class Store:
         return Deadline(self._timeout_s if timeout is None else timeout)
 
     def _timed_out(
-        self, operation: str, keys: Sequence[str], missing: Sequence[str], deadline: Deadline
+        self,
+        operation: str,
+        keys: Sequence[str],
+        missing: Sequence[str],
+        deadline: Deadline,
+        what: str | None = None,
     ) -> StoreTimeout:
         return StoreTimeout(
-            operation=operation, keys=keys, missing=missing, timeout_s=deadline.timeout_s, store=repr(self)
+            operation=operation,
+            keys=keys,
+            missing=missing,
+            timeout_s=deadline.timeout_s,
+            store=repr(self),
+            what=what,
         )

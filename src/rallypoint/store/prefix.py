@@ -27,6 +27,10 @@ class PrefixStore(Store):
         copy.set_timeout(self._timeout_s)
         return copy
 
+    def close(self) -> None:
+        """Close the store beneath."""
+        self._underlying.close()
+
     @property
     def underlying_store(self) -> Store:
         """The store beneath this view."""

@@ -2,29 +2,28 @@
 
 The parent binds the sockets and hands them over, so a taken port is the parent's error, the port is known at once, and
 nobody races for a number. The child runs in a session of its own (a Ctrl-C in the terminal does not reach it) and ends
-when the parent does, however that ends. Rejected: a thread in this process; a rank busy in Python would stall everyone.
+when the parent does, however that ends. It is started by name, so that stores may start one and servers need no store.
+Rejected: a thread in this process; a rank busy in Python would stall everyone.
 """
 
 from __future__ import annotations
 
-import logging
+import json
 import os
 import select
 import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-
-import msgspec
+from typing import Any
 
 from rallypoint import net
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import ServerFailed
-from rallypoint.server.settings import Settings
 
-__all__ = ["Server", "main"]
+__all__ = ["Server"]
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.child import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.process import main; main()"
 
 
 class Server:
@@ -44,9 +43,9 @@ class Server:
         start_timeout: Timeout = 30.0,
     ) -> None:
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
-        settings = Settings(fds=tuple(sock.fileno() for sock in sockets), parent_pid=os.getpid())
+        settings: dict[str, Any] = {"fds": [sock.fileno() for sock in sockets], "parent_pid": os.getpid()}
         if max_memory is not None:
-            settings = msgspec.structs.replace(settings, max_memory=max_memory)
+            settings["max_memory"] = max_memory
         try:
             self.port: int = sockets[0].getsockname()[1]
             self._child, ready = _start(settings)
@@ -92,22 +91,22 @@ class Server:
         )
 
 
-def _start(settings: Settings) -> tuple[subprocess.Popen[bytes], int]:
+def _start(settings: dict[str, Any]) -> tuple[subprocess.Popen[bytes], int]:
     """Start the child; return it, and where it will write its URL."""
     reader, writer = os.pipe()
-    settings = msgspec.structs.replace(settings, ready_fd=writer)
+    settings = {**settings, "ready_fd": writer}
     # Isolated, with this process's path: neither the working directory nor the environment can shadow a module.
-    command: list[str | bytes] = [
+    command = [
         sys.executable,
         "-I",
         "-c",
         _BOOT,
-        msgspec.json.encode(sys.path),
-        msgspec.json.encode(settings),
+        json.dumps(sys.path),
+        json.dumps(settings),
     ]
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[*settings.fds, writer], start_new_session=True
+            command, stdin=subprocess.DEVNULL, pass_fds=[*settings["fds"], writer], start_new_session=True
         )
     except BaseException:
         os.close(reader)
@@ -127,11 +126,3 @@ def _stop(child: subprocess.Popen[bytes], owner_pid: int) -> None:
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()
-
-
-def main() -> None:
-    """Run as the child."""
-    from rallypoint.server.process import serve
-
-    logging.basicConfig(format="rallypoint server: %(message)s", level=logging.WARNING)
-    serve(msgspec.json.decode(sys.argv[2], type=Settings))

@@ -1,0 +1,484 @@
+"""TCPStore: a client of a store server, and with `is_master` also the one who starts it.
+
+It speaks PyTorch's protocol, to our server and to PyTorch's own. Every call takes a connection from a small pool, so a
+thread that waits blocks nobody else. A call ends in one of three ways: with its answer, and the connection goes back;
+by the caller's own time-out or Ctrl-C, and at most that connection is dropped; or with `ConnectionLost`, and the store
+stays lost, because this protocol cannot tell a server that came back from one that forgot everything.
+
+Writes are confirmed, unlike those of PyTorch's client: a ping follows each in the same packet, and the server answers
+in order. An empty value is told from a missing key, which the protocol does not do (`_present`).
+
+What the protocol has no words for (swap, leases, watches, delete_prefix) is `Unsupported` here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from rallypoint import net
+from rallypoint.core.c10d import Op, encode, hello
+from rallypoint.core.records import Swap, TimedOut, show
+from rallypoint.deadline import Deadline, Timeout, seconds
+from rallypoint.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    NotAnInteger,
+    StoreClosed,
+    Unsupported,
+    WorkersMissing,
+)
+from rallypoint.store.base import DEFAULT_TIMEOUT_S, Backend, Store
+
+if TYPE_CHECKING:
+    from rallypoint.spawn import Server
+
+__all__ = ["TCPStore"]
+
+DEFAULT_PORT = 29500
+IDLE_LINKS = 4
+LINK_S = 5.0
+"""How long to try for a further connection to a server that was there a moment ago."""
+
+_PAUSE_S = (0.001, 0.05)  # between looks at what the protocol cannot wait for: the first pause, and the longest
+_INIT = b"init/"  # where clients count themselves; user keys start with a slash and never meet it
+_NONCE = 0x52414C4C
+_PING = encode(Op.PING, _NONCE)
+
+
+class _Link:
+    """One connection, used by one call at a time."""
+
+    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
+        self._peer = str(net.Endpoint(host, port))
+        self._socket = net.connect(host, port, deadline)
+        self._buffer = bytearray()
+        try:
+            self.send(hello(_NONCE), "connect", deadline)
+            self.pong("connect", deadline)
+        except ConnectionLost as error:
+            self.close()
+            raise ConnectFailed(
+                peer=self._peer, timeout_s=deadline.timeout_s, tried={self._peer: f"not a store: {error.why}"}
+            ) from None
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        self._socket.close()
+
+    def shut(self) -> None:
+        """Wake the call that reads, if there is one: it finds the connection lost."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def send(self, request: bytes, operation: str, deadline: Deadline) -> None:
+        try:
+            self._socket.settimeout(max(deadline.remaining(), 0.001))
+            self._socket.sendall(request)
+        except OSError as error:
+            raise self._lost(operation, error, deadline) from error
+
+    def take(self, size: int, operation: str, deadline: Deadline) -> bytes:
+        """Read exactly so many bytes of an answer; what came of it before a time-out is kept for the next call."""
+        buffer = self._buffer
+        try:
+            while len(buffer) < size:
+                self._socket.settimeout(max(deadline.remaining(), 0.001))
+                piece = self._socket.recv(max(65536, min(size - len(buffer), 1 << 20)))
+                if not piece:
+                    raise ConnectionLost(peer=self._peer, operation=operation, why="the server closed it")
+                buffer += piece
+        except ConnectionLost:
+            raise
+        except OSError as error:
+            raise self._lost(operation, error, deadline) from error
+        data = bytes(buffer[:size])
+        del buffer[:size]
+        return data
+
+    def integer(self, operation: str, deadline: Deadline) -> int:
+        return int.from_bytes(self.take(8, operation, deadline), "little", signed=True)
+
+    def string(self, operation: str, deadline: Deadline) -> bytes:
+        return self.take(self.integer(operation, deadline), operation, deadline)
+
+    def pong(self, operation: str, deadline: Deadline) -> None:
+        answer = self.take(4, operation, deadline)
+        if int.from_bytes(answer, "little") != _NONCE:
+            raise ConnectionLost(peer=self._peer, operation=operation, why=f"it answered a ping with {answer!r}")
+
+    def waited(self, operation: str, deadline: Deadline, patience: Deadline) -> bool:
+        """Say whether a wait ended because it came true; at the deadline it is cancelled, within `patience`."""
+        try:
+            return self.take(1, operation, deadline) == b"\0"
+        except ConnectionLost as error:
+            if not isinstance(error.__cause__, TimeoutError):
+                raise
+        self.send(encode(Op.CANCEL_WAIT), operation, patience)
+        if self.take(1, operation, patience) == b"\1":
+            return False
+        self.take(1, operation, patience)  # it came true just before; this byte is for the cancellation
+        return True
+
+    def _lost(self, operation: str, error: OSError, deadline: Deadline) -> ConnectionLost:
+        mute = isinstance(error, TimeoutError)
+        why = f"no answer within {deadline.timeout_s:g} s" if mute else error.strerror or str(error)
+        return ConnectionLost(peer=self._peer, operation=operation, why=why)
+
+
+class TorchBackend(Backend):
+    """A server that speaks PyTorch's protocol, through a pool of connections."""
+
+    root = b"/"
+
+    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+        self.name = f"tcp://{net.Endpoint(host, port)}"
+        self.host, self.port, self.timeout_s = host, port, timeout_s
+        self._lock = threading.Lock()
+        self._idle: list[_Link] = []
+        self._busy: set[_Link] = set()
+        self._pid = os.getpid()
+        self._closed = False
+        self._lost: ConnectionLost | None = None
+        self._idle.append(_Link(host, port, Deadline(timeout_s)))
+
+    # Calls that answer at once
+
+    def set(self, key: bytes, value: bytes) -> None:
+        self._confirmed("set", encode(Op.SET, key, value))
+
+    def append(self, key: bytes, value: bytes) -> None:
+        self._confirmed("append", encode(Op.APPEND, key, value))
+
+    def queue_push(self, key: bytes, value: bytes) -> None:
+        self._confirmed("queue_push", encode(Op.QUEUE_PUSH, key, value))
+
+    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        self._confirmed("multi_set", encode(Op.MULTI_SET, len(pairs), *(part for pair in pairs for part in pair)))
+
+    def add(self, key: bytes, amount: int) -> int:
+        try:
+            return self._integer("add", encode(Op.ADD, key, amount))
+        except ConnectionLost as error:
+            raise self._why_not_counted(key, error) from None
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        patience = Deadline(self.timeout_s)
+        with self._link("compare_set", encode(Op.COMPARE_SET, key, expected, desired), patience) as link:
+            return link.string("compare_set", patience)
+
+    def check(self, keys: Sequence[bytes]) -> bool:
+        patience = Deadline(self.timeout_s)
+        with self._link("check", encode(Op.CHECK, len(keys), *keys), patience) as link:
+            return link.take(1, "check", patience) == b"\0"
+
+    def delete(self, key: bytes) -> bool:
+        return bool(self._integer("delete_key", encode(Op.DELETE_KEY, key)))
+
+    def num_keys(self, prefix: bytes) -> int:
+        return len(self.list_keys(prefix)) if prefix else self._integer("num_keys", encode(Op.GETNUMKEYS))
+
+    def list_keys(self, prefix: bytes) -> list[bytes]:
+        patience = Deadline(self.timeout_s)
+        with self._link("list_keys", encode(Op.LIST_KEYS), patience) as link:
+            keys = [link.string("list_keys", patience) for _ in range(link.integer("list_keys", patience))]
+        return [key for key in keys if key.startswith(prefix)]
+
+    def queue_len(self, key: bytes) -> int:
+        return self._integer("queue_len", encode(Op.QUEUE_LEN, key))
+
+    def queue_pop(self, key: bytes) -> bytes | None:
+        patience = Deadline(self.timeout_s)
+        with self._link("queue_pop", encode(Op.QUEUE_POP, key), patience) as link:
+            return self._item(link, patience)
+
+    # Calls that may wait
+
+    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
+        if deadline.expired() or not keys:
+            return None if self.check(keys) else self._missing(keys)
+        patience = self._patience(deadline)
+        with self._link("wait", encode(Op.WAIT, len(keys), *keys), patience) as link:
+            true = link.waited("wait", deadline, patience)
+        return None if true else self._missing(keys)
+
+    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
+        for _ in self._looks(deadline):
+            outcome = self.wait(keys, deadline)
+            if outcome is not None:
+                return outcome
+            values = self._values(keys)
+            empty = [key for key, value in zip(keys, values, strict=True) if not value]
+            if not empty or self._present(empty):
+                return values
+        return TimedOut(tuple(empty))
+
+    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
+        for _ in self._looks(deadline):
+            item = self._wait_and_pop(key, deadline)
+            if item is not None:
+                return item
+        return TimedOut((key,))
+
+    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
+        patience = self._patience(deadline)
+        try:
+            with self._link("barrier", encode(Op.BARRIER, key, size), patience) as link:
+                return None if link.waited("barrier", deadline, patience) else TimedOut((key,))
+        except ConnectionLost as error:
+            raise self._why_not_counted(key, error) from None
+
+    # What the protocol cannot do
+
+    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
+        raise self.unsupported("swap")
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        raise self.unsupported("delete_prefix")
+
+    def unsupported(self, operation: str) -> Unsupported:
+        return Unsupported(operation=operation, store=self.name, why="PyTorch's protocol has no words for it")
+
+    # The connections
+
+    def clone(self) -> TorchBackend:
+        return TorchBackend(self.host, self.port, self.timeout_s)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._hang_up()
+
+    def __del__(self) -> None:
+        for link in self.__dict__.get("_idle", ()):
+            link.close()
+
+    def _hang_up(self) -> None:
+        """Wake the calls under way and let go of the rest; the lock is held."""
+        for link in (*self._idle, *self._busy):
+            link.shut()
+        for link in self._idle:
+            link.close()
+        self._idle.clear()
+
+    @contextlib.contextmanager
+    def _link(self, operation: str, request: bytes, patience: Deadline) -> Iterator[_Link]:
+        """Send a request on a connection that is this call's own until its answer was read."""
+        link = self._borrow(operation)
+        try:
+            link.send(request, operation, patience)
+            yield link
+        except ConnectionLost as error:
+            self._drop(link)
+            self._judge(operation, error)
+            raise
+        except BaseException:
+            self._drop(link)
+            raise
+        with self._lock:
+            self._busy.discard(link)
+            if not self._closed and len(self._idle) < IDLE_LINKS:
+                self._idle.append(link)
+                return
+        link.close()
+
+    def _borrow(self, operation: str) -> _Link:
+        if os.getpid() != self._pid:
+            self._after_fork()
+        with self._lock:
+            self._refuse(operation)
+            if self._idle:
+                link = self._idle.pop()
+                self._busy.add(link)
+                return link
+        link = _Link(self.host, self.port, Deadline(min(self.timeout_s, LINK_S)))
+        with self._lock:
+            self._busy.add(link)
+        with self._lock:
+            self._refuse(operation)  # it may have been closed meanwhile, and nobody would wake us
+        return link
+
+    def _drop(self, link: _Link) -> None:
+        with self._lock:
+            self._busy.discard(link)
+        link.close()
+
+    def _refuse(self, operation: str) -> None:
+        """Raise if the store is closed or lost; the lock is held."""
+        if self._closed:
+            raise StoreClosed(store=self.name)
+        if self._lost is not None:
+            why = f"it was lost before, during {self._lost.operation}: {self._lost.why}"
+            raise ConnectionLost(peer=self._lost.peer, operation=operation, why=why)
+
+    def _judge(self, operation: str, error: ConnectionLost) -> None:
+        """A lost connection ends the store. If the store was closed, that was the cause, so raise it instead."""
+        with self._lock:
+            if self._closed:
+                raise StoreClosed(store=self.name) from None
+            if operation not in ("add", "barrier"):  # which a server may refuse in this way: see _why_not_counted
+                self._lost = error
+                self._hang_up()
+
+    def _after_fork(self) -> None:
+        """In a forked child: leave the parent's connections to the parent, and open others when needed."""
+        self._lock = threading.Lock()
+        self._pid = os.getpid()
+        for link in (*self._idle, *self._busy):
+            link.close()
+        self._idle, self._busy = [], set()
+
+    # Requests
+
+    def _patience(self, deadline: Deadline) -> Deadline:
+        """How long the server may take to answer, waiting included."""
+        return Deadline(deadline.remaining() + self.timeout_s)
+
+    def _confirmed(self, operation: str, request: bytes) -> None:
+        patience = Deadline(self.timeout_s)
+        with self._link(operation, request + _PING, patience) as link:
+            link.pong(operation, patience)
+
+    def _integer(self, operation: str, request: bytes) -> int:
+        patience = Deadline(self.timeout_s)
+        with self._link(operation, request, patience) as link:
+            return link.integer(operation, patience)
+
+    def _values(self, keys: Sequence[bytes]) -> list[bytes]:
+        patience = Deadline(self.timeout_s)
+        if len(keys) == 1:
+            with self._link("get", encode(Op.GET, *keys), patience) as link:
+                return [link.string("get", patience)]
+        with self._link("multi_get", encode(Op.MULTI_GET, len(keys), *keys), patience) as link:
+            return [link.string("multi_get", patience) for _ in keys]
+
+    def _item(self, link: _Link, patience: Deadline) -> bytes | None:
+        return link.string("queue_pop", patience) if link.integer("queue_pop", patience) > 0 else None
+
+    def _wait_and_pop(self, key: bytes, deadline: Deadline) -> bytes | None:
+        """Wait for a queue and pop, on one connection: our server keeps the item for the one it told."""
+        if deadline.expired():
+            return self.queue_pop(key)
+        patience = self._patience(deadline)
+        with self._link("queue_pop", encode(Op.WAIT, 1, key), patience) as link:
+            if not link.waited("queue_pop", deadline, patience):
+                return None
+            link.send(encode(Op.QUEUE_POP, key), "queue_pop", patience)
+            return self._item(link, patience)
+
+    def _present(self, keys: Sequence[bytes]) -> bool:
+        """Say whether all of these are keys: the server shows a missing key, or one of a queue only, as empty."""
+        return not set(keys).difference(self.list_keys(b""))
+
+    def _missing(self, keys: Sequence[bytes]) -> TimedOut:
+        return TimedOut(tuple(key for key in keys if not self.check([key])))
+
+    def _looks(self, deadline: Deadline) -> Iterator[None]:
+        """Look once, and again after growing pauses until the deadline."""
+        pause_s, longest_s = _PAUSE_S
+        yield
+        while not deadline.expired():
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(2 * pause_s, longest_s)
+            yield
+
+    def _why_not_counted(self, key: bytes, error: ConnectionLost) -> Exception:
+        """Find out whether the server hung up because the key is no number, for it does not say."""
+        try:
+            value = self._values([key])[0] if self.check([key]) else b"0"
+            int(value)
+        except ValueError:
+            return NotAnInteger(key=show(key[1:]), value=value)
+        except Exception:
+            return error
+        with self._lock:
+            self._lost = error
+            self._hang_up()
+        return error
+
+
+_tenants: weakref.WeakValueDictionary[tuple[str, int], Server] = weakref.WeakValueDictionary()
+_tenants_lock = threading.Lock()
+
+
+def _serve(host: str, port: int, multi_tenant: bool, fd: int | None) -> Server:
+    """Start a server child, or share the one that this process has there; it ends when its last user lets go of it."""
+    from rallypoint.spawn import Server  # clients need none of it
+
+    with _tenants_lock:
+        server = _tenants.get((host, port)) if multi_tenant else None
+        if server is None:
+            server = Server(host, port, fd=fd)
+            if multi_tenant:
+                _tenants[host, server.port] = server
+        return server
+
+
+class TCPStore(Store):
+    """A store on a server: a client, and with `is_master` also the server, in a child process of its own.
+
+    Takes PyTorch's arguments. The master's server listens on `host_name` alone, on `port` (0: a free one, see `port`)
+    or on the bound socket `master_listen_fd`, and ends with `close` or with this process. With `multi_tenant` the
+    masters of one process share it. With a `world_size` and `wait_for_workers` the master returns once all have come,
+    else raises WorkersMissing. Raises ConnectFailed when nobody answers within `timeout`, AddressTaken when the port is
+    not free.
+    """
+
+    def __init__(
+        self,
+        host_name: str,
+        port: int = DEFAULT_PORT,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = timedelta(seconds=DEFAULT_TIMEOUT_S),
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+    ) -> None:
+        deadline = Deadline(timeout)
+        self._server: Server | None = None
+        if is_master:
+            self._server = _serve(host_name, port, multi_tenant, master_listen_fd)
+            port = self._server.port
+        backend = TorchBackend(host_name, port, seconds(timeout))
+        super().__init__(backend, backend.root, timeout)
+        if world_size is not None and wait_for_workers:
+            self._meet(backend, world_size, is_master, deadline)
+
+    @property
+    def host(self) -> str:
+        """The host that this client was given."""
+        return self._torch.host
+
+    @property
+    def port(self) -> int:
+        """The server's port."""
+        return self._torch.port
+
+    def close(self) -> None:
+        """End this client; a master's server ends with the last handle (clone, or tenant) that shares it."""
+        super().close()
+        self._server = None
+
+    @property
+    def _torch(self) -> TorchBackend:
+        assert isinstance(self._backend, TorchBackend)
+        return self._backend
+
+    def _meet(self, backend: TorchBackend, world_size: int, is_master: bool, deadline: Deadline) -> None:
+        """Count this client; the master, whose server is ours, waits until the count is full."""
+        if not is_master:
+            backend.add(_INIT, 1)
+        elif backend.barrier(_INIT, world_size, deadline) is not None:
+            joined = backend.add(_INIT, 1)
+            self.close()
+            raise WorkersMissing(store=backend.name, joined=joined, world_size=world_size, timeout_s=deadline.timeout_s)
