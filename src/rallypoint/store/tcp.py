@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 import weakref
@@ -24,18 +23,12 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from rallypoint import net
-from rallypoint.core.c10d import Op, encode, hello
+from rallypoint.core.c10d import Op, encode
 from rallypoint.core.records import Swap, TimedOut, show
 from rallypoint.deadline import Deadline, Timeout, seconds
-from rallypoint.errors import (
-    ConnectFailed,
-    ConnectionLost,
-    NotAnInteger,
-    StoreClosed,
-    Unsupported,
-    WorkersMissing,
-)
+from rallypoint.errors import ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
 from rallypoint.store.base import DEFAULT_TIMEOUT_S, Backend, Store
+from rallypoint.store.link import PING, Link
 
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
@@ -49,90 +42,6 @@ LINK_S = 5.0
 
 _PAUSE_S = (0.001, 0.05)  # between looks at what the protocol cannot wait for: the first pause, and the longest
 _INIT = b"init/"  # where clients count themselves; user keys start with a slash and never meet it
-_NONCE = 0x52414C4C
-_PING = encode(Op.PING, _NONCE)
-
-
-class _Link:
-    """One connection, used by one call at a time."""
-
-    def __init__(self, host: str, port: int, deadline: Deadline) -> None:
-        self._peer = str(net.Endpoint(host, port))
-        self._socket = net.connect(host, port, deadline)
-        self._buffer = bytearray()
-        try:
-            self.send(hello(_NONCE), "connect", deadline)
-            self.pong("connect", deadline)
-        except ConnectionLost as error:
-            self.close()
-            raise ConnectFailed(
-                peer=self._peer, timeout_s=deadline.timeout_s, tried={self._peer: f"not a store: {error.why}"}
-            ) from None
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        self._socket.close()
-
-    def shut(self) -> None:
-        """Wake the call that reads, if there is one: it finds the connection lost."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-
-    def send(self, request: bytes, operation: str, deadline: Deadline) -> None:
-        try:
-            self._socket.settimeout(max(deadline.remaining(), 0.001))
-            self._socket.sendall(request)
-        except OSError as error:
-            raise self._lost(operation, error, deadline) from error
-
-    def take(self, size: int, operation: str, deadline: Deadline) -> bytes:
-        """Read exactly so many bytes of an answer; what came of it before a time-out is kept for the next call."""
-        buffer = self._buffer
-        try:
-            while len(buffer) < size:
-                self._socket.settimeout(max(deadline.remaining(), 0.001))
-                piece = self._socket.recv(max(65536, min(size - len(buffer), 1 << 20)))
-                if not piece:
-                    raise ConnectionLost(peer=self._peer, operation=operation, why="the server closed it")
-                buffer += piece
-        except ConnectionLost:
-            raise
-        except OSError as error:
-            raise self._lost(operation, error, deadline) from error
-        data = bytes(buffer[:size])
-        del buffer[:size]
-        return data
-
-    def integer(self, operation: str, deadline: Deadline) -> int:
-        return int.from_bytes(self.take(8, operation, deadline), "little", signed=True)
-
-    def string(self, operation: str, deadline: Deadline) -> bytes:
-        return self.take(self.integer(operation, deadline), operation, deadline)
-
-    def pong(self, operation: str, deadline: Deadline) -> None:
-        answer = self.take(4, operation, deadline)
-        if int.from_bytes(answer, "little") != _NONCE:
-            raise ConnectionLost(peer=self._peer, operation=operation, why=f"it answered a ping with {answer!r}")
-
-    def waited(self, operation: str, deadline: Deadline, patience: Deadline) -> bool:
-        """Say whether a wait ended because it came true; at the deadline it is cancelled, within `patience`."""
-        try:
-            return self.take(1, operation, deadline) == b"\0"
-        except ConnectionLost as error:
-            if not isinstance(error.__cause__, TimeoutError):
-                raise
-        self.send(encode(Op.CANCEL_WAIT), operation, patience)
-        if self.take(1, operation, patience) == b"\1":
-            return False
-        self.take(1, operation, patience)  # it came true just before; this byte is for the cancellation
-        return True
-
-    def _lost(self, operation: str, error: OSError, deadline: Deadline) -> ConnectionLost:
-        mute = isinstance(error, TimeoutError)
-        why = f"no answer within {deadline.timeout_s:g} s" if mute else error.strerror or str(error)
-        return ConnectionLost(peer=self._peer, operation=operation, why=why)
 
 
 class TorchBackend(Backend):
@@ -144,12 +53,12 @@ class TorchBackend(Backend):
         self.name = f"tcp://{net.Endpoint(host, port)}"
         self.host, self.port, self.timeout_s = host, port, timeout_s
         self._lock = threading.Lock()
-        self._idle: list[_Link] = []
-        self._busy: set[_Link] = set()
+        self._idle: list[Link] = []
+        self._busy: set[Link] = set()
         self._pid = os.getpid()
         self._closed = False
         self._lost: ConnectionLost | None = None
-        self._idle.append(_Link(host, port, Deadline(timeout_s)))
+        self._idle.append(Link(host, port, Deadline(timeout_s)))
 
     # Calls that answer at once
 
@@ -271,7 +180,7 @@ class TorchBackend(Backend):
         self._idle.clear()
 
     @contextlib.contextmanager
-    def _link(self, operation: str, request: bytes, patience: Deadline) -> Iterator[_Link]:
+    def _link(self, operation: str, request: bytes, patience: Deadline) -> Iterator[Link]:
         """Send a request on a connection that is this call's own until its answer was read."""
         link = self._borrow(operation)
         try:
@@ -291,7 +200,7 @@ class TorchBackend(Backend):
                 return
         link.close()
 
-    def _borrow(self, operation: str) -> _Link:
+    def _borrow(self, operation: str) -> Link:
         if os.getpid() != self._pid:
             self._after_fork()
         with self._lock:
@@ -300,14 +209,14 @@ class TorchBackend(Backend):
                 link = self._idle.pop()
                 self._busy.add(link)
                 return link
-        link = _Link(self.host, self.port, Deadline(min(self.timeout_s, LINK_S)))
+        link = Link(self.host, self.port, Deadline(min(self.timeout_s, LINK_S)))
         with self._lock:
             self._busy.add(link)
         with self._lock:
             self._refuse(operation)  # it may have been closed meanwhile, and nobody would wake us
         return link
 
-    def _drop(self, link: _Link) -> None:
+    def _drop(self, link: Link) -> None:
         with self._lock:
             self._busy.discard(link)
         link.close()
@@ -345,7 +254,7 @@ class TorchBackend(Backend):
 
     def _confirmed(self, operation: str, request: bytes) -> None:
         patience = Deadline(self.timeout_s)
-        with self._link(operation, request + _PING, patience) as link:
+        with self._link(operation, request + PING, patience) as link:
             link.pong(operation, patience)
 
     def _integer(self, operation: str, request: bytes) -> int:
@@ -361,7 +270,7 @@ class TorchBackend(Backend):
         with self._link("multi_get", encode(Op.MULTI_GET, len(keys), *keys), patience) as link:
             return [link.string("multi_get", patience) for _ in keys]
 
-    def _item(self, link: _Link, patience: Deadline) -> bytes | None:
+    def _item(self, link: Link, patience: Deadline) -> bytes | None:
         return link.string("queue_pop", patience) if link.integer("queue_pop", patience) > 0 else None
 
     def _wait_and_pop(self, key: bytes, deadline: Deadline) -> bytes | None:
