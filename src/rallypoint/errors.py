@@ -17,6 +17,8 @@ launcher may send it to another process. `except` clauses choose by whose fault 
     └── NetworkError       the store could not be asked; also a ConnectionError
         ├── ConnectFailed      nobody could be reached; also a TimeoutError
         ├── ConnectionLost     the link broke after it stood
+        ├── SessionLost        a cut outlasted the grace; leases are gone
+        ├── ServerRestarted    another server answers: what was stored is gone
         ├── AddressTaken       the address to listen on belongs to someone else
         └── ServerFailed       a server child did not come up
 
@@ -44,6 +46,8 @@ __all__ = [
     "NetworkError",
     "ConnectFailed",
     "ConnectionLost",
+    "SessionLost",
+    "ServerRestarted",
     "AddressTaken",
     "ServerFailed",
 ]
@@ -288,6 +292,35 @@ class ConnectionLost(NetworkError):
             f"the connection to {peer} was lost during {operation}: {why}",
             peer=peer,
             operation=operation,
+            why=why,
+        )
+
+
+class SessionLost(NetworkError):
+    """The server ended this client's session: leases and watches are gone, and what was under way is unknown."""
+
+    peer: str
+    why: str
+
+    def __init__(self, *, peer: str, why: str) -> None:
+        super().__init__(
+            f"the session with {peer} is lost: {why}. Its leases are gone; open the store again to go on",
+            peer=peer,
+            why=why,
+        )
+
+
+class ServerRestarted(NetworkError):
+    """Another server answers at the address: it has forgotten everything that was stored."""
+
+    peer: str
+    why: str
+
+    def __init__(self, *, peer: str, why: str) -> None:
+        super().__init__(
+            f"the server at {peer} is not the one this client knew: {why}. What was stored there is gone; "
+            f"open the store again to begin anew",
+            peer=peer,
             why=why,
         )
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from rallypoint.core.engine import Engine
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from rallypoint.core.records import Answer, Turn, Waiter
+from rallypoint.core.records import Answer, Turn, Waiter, Watch
 from rallypoint.errors import StoreError
 
 __all__ = ["BadMessage", "Conversation", "Op", "MAGIC", "encode", "hello"]
@@ -185,11 +185,11 @@ class Conversation:
         "_turn",
         "_waiter",
         "held",
-        "tag",
+        "link",
     )
 
-    def __init__(self, engine: Engine, limit: int, tag: object = None) -> None:
-        self.tag = tag
+    def __init__(self, engine: Engine, limit: int, link: object = None) -> None:
+        self.link = link
         self._engine = engine
         self._limit = limit
         self._greeted = False
@@ -211,7 +211,7 @@ class Conversation:
         """The keys that this client waits for."""
         return tuple(self._waiter.keys) if self._waiter is not None else ()
 
-    def receive(self, data: bytes) -> bytes:
+    def receive(self, data: bytes, now: float = 0.0) -> bytes:
         """Carry out the requests in what came, and return the answers. Raises BadMessage, and is of no use after."""
         if self._rest:
             data, self._rest = self._rest + data, b""
@@ -230,14 +230,14 @@ class Conversation:
             self.held = len(self._rest) + (self._partial.held if self._partial is not None else 0)
         return replies[0] if len(replies) == 1 else b"".join(replies)
 
-    def answer(self, waiter: Waiter, answer: Answer) -> bytes:
+    def answer(self, waiter: Waiter | Watch, answer: Answer) -> bytes:
         """Return what to send when the engine has answered a wait of this connection."""
         self._waiter = None
         if isinstance(answer, Turn):
             self._turn = answer
         return _WAITED
 
-    def end(self) -> None:
+    def end(self, now: float = 0.0) -> None:
         """Forget the connection: drop its wait and its turn."""
         self._engine.end(self)
 

@@ -40,6 +40,7 @@ ENTRY_BYTES = 120
 
 _INT64 = 1 << 63
 _UNLIMITED = _INT64
+_NEVER = float("inf")
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 
 
@@ -50,6 +51,9 @@ class Engine:
         self.max_bytes = max_bytes
         self.size = 0
         self.revision = 0
+        self.earliest = _NEVER
+        """When the first wait ends by its deadline: `tick` has to be called then."""
+
         self._values: dict[bytes, bytes] = {}
         self._queues: dict[bytes, deque[bytes]] = {}
         self._waiting: dict[bytes, dict[Waiter, None]] = {}
@@ -274,8 +278,8 @@ class Engine:
         out, self.outbox = self.outbox, []
         return out
 
-    def tick(self, now: float) -> float | None:
-        """Answer the waits whose deadline has passed with what they miss; return the next deadline."""
+    def tick(self, now: float) -> None:
+        """Answer the waits whose deadline has passed with what they miss."""
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].deadline is None):
             waiter = heapq.heappop(deadlines)[2]
@@ -283,7 +287,7 @@ class Engine:
                 missing = tuple(waiter.missing)
                 self.drop(waiter)
                 self.outbox.append((waiter, TimedOut(missing)))
-        return deadlines[0][0] if deadlines else None
+        self.earliest = deadlines[0][0] if deadlines else _NEVER
 
     def drop(self, held: Waiter | Watch | Turn) -> None:
         """Forget a wait, a watch or a turn; harmless when it is over already."""
@@ -405,6 +409,7 @@ class Engine:
         if waiter.deadline is not None:
             self._timed += 1
             heapq.heappush(self._deadlines, (waiter.deadline, next(self._arrivals), waiter))
+            self.earliest = self._deadlines[0][0]
             if len(self._deadlines) > 2 * self._timed + 64:  # mostly of waits that are over
                 self._deadlines = [entry for entry in self._deadlines if entry[2].deadline is not None]
                 heapq.heapify(self._deadlines)

@@ -9,9 +9,13 @@ the kernel (`net.keep_alive`).
 from __future__ import annotations
 
 import asyncio
+import secrets
+import time
 from typing import TYPE_CHECKING, Protocol, cast
 
 from rallypoint.core.c10d import BadMessage, Conversation
+from rallypoint.core.native import ACCEPTED, PREFACE
+from rallypoint.core.session import Caller
 
 if TYPE_CHECKING:
     from rallypoint.server.house import House
@@ -22,29 +26,31 @@ __all__ = ["Connection", "Face"]
 class Face(Protocol):
     """The server's end of one protocol on one connection."""
 
-    held: int
-    """How many bytes of requests are held that could not be carried out yet."""
+    @property
+    def held(self) -> int:
+        """How many bytes of requests are held that could not be carried out yet."""
 
     @property
     def blocked(self) -> bool:
         """Whether requests wait until the answers so far have been sent."""
 
-    def receive(self, data: bytes) -> bytes:
+    def receive(self, data: bytes, now: float) -> bytes:
         """Take what came, return what to send; raise BadMessage when the connection has to go."""
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """Forget the connection."""
 
 
 class Connection(asyncio.Protocol):
     """The server's side of one socket."""
 
-    __slots__ = ("_held", "_house", "_paused", "_transport", "face", "peer", "since")
+    __slots__ = ("_early", "_held", "_house", "_paused", "_transport", "face", "peer", "since")
 
     def __init__(self, house: House) -> None:
         self._house = house
         self._paused = False
         self._held = 0
+        self._early = b""
         self.face: Face | None = None
         self.peer = ""
         self.since = 0.0
@@ -57,7 +63,7 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         if self.face is not None:
-            self.face.end()
+            self.face.end(time.monotonic())
             self.face = None
         self._hold(0)
         self._house.left(self)
@@ -65,11 +71,12 @@ class Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         face = self.face
         if face is None:
-            face = self._recognise(data)
+            data = self._recognise(self._early + data)
+            face = self.face
             if face is None:
                 return
         try:
-            reply = face.receive(data)
+            reply = face.receive(data, time.monotonic())
         except BadMessage as error:
             self.drop(str(error))
         else:
@@ -79,6 +86,8 @@ class Connection(asyncio.Protocol):
                 self._settle(face)
         if self._house.engine.outbox:
             self._house.deliver()
+        if self._house.engine.earliest < self._house.ticks_at:
+            self._house.tick()
 
     def pause_writing(self) -> None:
         self._paused = True
@@ -110,19 +119,28 @@ class Connection(asyncio.Protocol):
 
     # Inside
 
-    def _recognise(self, data: bytes) -> Face | None:
-        first = data[0]
-        if first == 0:
-            self.face = Conversation(self._house.engine, self._house.settings.max_connection_memory, self)
-        elif 65 <= first <= 90:
+    def _recognise(self, data: bytes) -> bytes:
+        """Find out who calls, if that can be said yet; return what is then for its face."""
+        house, limit = self._house, self._house.settings.max_connection_memory
+        if data.startswith(PREFACE):
+            self._transport.write(ACCEPTED)
+            self.face = Caller(house.sessions, self, limit, secrets.token_bytes(16))
+            data = data[len(PREFACE) :]
+        elif PREFACE.startswith(data):  # may become ours, or PyTorch's, which begins alike
+            self._early = data
+            return b""
+        elif data[0] == 0:
+            self.face = Conversation(house.engine, limit, self)
+        elif 65 <= data[0] <= 90:
             from rallypoint.server.http import WebFace  # only when somebody looks
 
-            self.face = WebFace(self._house, self)
+            self.face = WebFace(house, self)
         else:
             self.drop(f"first bytes {data[:16]!r} are of no protocol spoken here")
-            return None
-        self._house.recognised(self)
-        return self.face
+            return b""
+        self._early = b""
+        house.recognised(self)
+        return data
 
     def _settle(self, face: Face) -> None:
         """Count what is held for the peer, and read no more from one that has to take its answers first."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 import socket
 import time
 from collections.abc import Sequence
@@ -15,7 +16,7 @@ from collections.abc import Sequence
 from rallypoint import net
 from rallypoint.core.c10d import Conversation
 from rallypoint.core.engine import Engine
-from rallypoint.core.records import Waiter
+from rallypoint.core.session import Session, Sessions
 from rallypoint.server.connection import Connection
 from rallypoint.server.settings import Settings
 
@@ -44,6 +45,11 @@ class House:
         self._newcomers: dict[Connection, float] = {}
         self._complaints: dict[str, int] = {}
         self._held = 0
+        self.sessions = Sessions(self.engine, secrets.token_bytes(16), settings.grace_s)
+        self.ticks_at = float("inf")
+        """When `tick` will run next."""
+
+        self._timer: asyncio.TimerHandle | None = None
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Start to serve on bound, listening sockets."""
@@ -95,6 +101,7 @@ class House:
         self._connections.discard(connection)
         self._newcomers.pop(connection, None)
         self.deliver()
+        self.tick()
 
     def hold(self, grown: int) -> bool:
         """Count bytes held for a connection; say whether there is room for them."""
@@ -103,11 +110,26 @@ class House:
 
     def deliver(self) -> None:
         """Send what the engine has for waiting clients."""
-        for waiter, answer in self.engine.take():
-            owner = waiter.owner
-            assert isinstance(waiter, Waiter) and isinstance(owner, Conversation)
-            assert isinstance(owner.tag, Connection)
-            owner.tag.send(owner.answer(waiter, answer))
+        for handle, answer in self.engine.take():
+            owner = handle.owner
+            assert isinstance(owner, (Conversation, Session))
+            data = owner.answer(handle, answer)
+            if isinstance(owner.link, Connection):
+                owner.link.send(data)
+
+    def tick(self) -> None:
+        """End what is due, waits by their deadlines and sessions by their grace, and run again when more is."""
+        now = time.monotonic()
+        self.engine.tick(now)
+        self.sessions.expire(now)
+        self.deliver()
+        self.ticks_at = min(self.engine.earliest, self.sessions.next_end())
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self.ticks_at < float("inf"):
+            delay_s = max(0.0, self.ticks_at - now)
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
 
     def complain(self, connection: Connection, why: str) -> None:
         """Log what a peer did wrong, once per peer address, then count."""

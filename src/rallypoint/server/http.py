@@ -42,7 +42,7 @@ class WebFace:
         self._connection = connection
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
 
-    def receive(self, data: bytes) -> bytes:
+    def receive(self, data: bytes, now: float) -> bytes:
         """Answer the requests in what came, and hang up where the peer wants that or HTTP demands it."""
         try:
             self._http.receive_data(data)
@@ -53,7 +53,7 @@ class WebFace:
             self._connection.close()
         return b""
 
-    def end(self) -> None:
+    def end(self, now: float) -> None:
         """Nothing outlives an HTTP connection."""
 
     def _answers(self) -> list[bytes]:

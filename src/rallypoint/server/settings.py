@@ -37,3 +37,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     greeting_s: float = 10.0
     """How long a new connection may take to say who calls."""
+
+    grace_s: float = 2.0
+    """How long a session outlives its connection."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import socket
 import threading
 import time
 import weakref
@@ -29,6 +30,7 @@ from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
 from rallypoint.store.base import DEFAULT_TIMEOUT_S, Backend, Store
 from rallypoint.store.link import PING, Link
+from rallypoint.store.session import NotOurs, SessionBackend
 
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
@@ -315,6 +317,18 @@ class TorchBackend(Backend):
         return error
 
 
+def _reach(host: str, port: int, timeout_s: float) -> TorchBackend | SessionBackend:
+    """Open a session with our server; PyTorch's is spoken to in its own protocol."""
+    name = f"{socket.gethostname()}:{os.getpid()}"
+    if "RANK" in os.environ:
+        name += f" rank {os.environ['RANK']}"
+    try:
+        return SessionBackend(host, port, timeout_s, name)
+    except NotOurs as answer:
+        answer.socket.close()
+        return TorchBackend(host, port, timeout_s)
+
+
 _tenants: weakref.WeakValueDictionary[tuple[str, int], Server] = weakref.WeakValueDictionary()
 _tenants_lock = threading.Lock()
 
@@ -358,7 +372,7 @@ class TCPStore(Store):
         if is_master:
             self._server = _serve(host_name, port, multi_tenant, master_listen_fd)
             port = self._server.port
-        backend = TorchBackend(host_name, port, seconds(timeout))
+        backend = _reach(host_name, port, seconds(timeout))
         super().__init__(backend, backend.root, timeout)
         if world_size is not None and wait_for_workers:
             self._meet(backend, world_size, is_master, deadline)
@@ -379,11 +393,13 @@ class TCPStore(Store):
         self._server = None
 
     @property
-    def _torch(self) -> TorchBackend:
-        assert isinstance(self._backend, TorchBackend)
+    def _torch(self) -> TorchBackend | SessionBackend:
+        assert isinstance(self._backend, (TorchBackend, SessionBackend))
         return self._backend
 
-    def _meet(self, backend: TorchBackend, world_size: int, is_master: bool, deadline: Deadline) -> None:
+    def _meet(
+        self, backend: TorchBackend | SessionBackend, world_size: int, is_master: bool, deadline: Deadline
+    ) -> None:
         """Count this client; the master, whose server is ours, waits until the count is full."""
         if not is_master:
             backend.add(_INIT, 1)

@@ -1,0 +1,518 @@
+"""The client of our server: one connection, one session, any number of threads.
+
+A call takes no thread hop. The calling thread numbers and sends its request, and then one of the waiting threads reads for
+all: whoever finds nobody reading reads until its own answer is there, hands out the others' on the way, and wakes another
+waiting thread to read on. A thread with nobody to wake costs nothing.
+
+A cut is mended by whoever notices it: a reading thread, or, when no call is under way, the keeper, a daemon thread that
+sleeps on the socket's hang-up alone. It connects again, resumes the session and repeats what was not answered. When the
+server has no such session any more, or the grace has passed, the backend is over for good: `SessionLost`, or
+`ServerRestarted` when it was another server that answered.
+
+Locks, always taken in this order: `_reader` (who reads, and mends), `_sender` (the order of requests on the wire), `_lock`
+(the protocol core and the table of waiting calls; never held over I/O).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import select
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+from rallypoint import errors, net
+from rallypoint.core import native
+from rallypoint.core.c10d import BadMessage
+from rallypoint.core.native import ACCEPTED, PREFACE, Client, Reply, Request, Status
+from rallypoint.core.records import Event, Swap, TimedOut
+from rallypoint.deadline import Deadline
+from rallypoint.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    RallypointError,
+    ServerRestarted,
+    SessionLost,
+    StoreClosed,
+    StoreError,
+)
+from rallypoint.store.base import Backend, Feed
+
+__all__ = ["NotOurs", "SessionBackend"]
+
+MAX_FRAME_BYTES = 1 << 30
+SLICE_S = 1.0
+"""How long one blocking read lasts at most; a longer wait is several."""
+
+_SLICE = struct.pack("ll", int(SLICE_S), 0)
+_RESULTS = {"NotAnInteger": errors.NotAnInteger, "StoreFull": errors.StoreFull}
+
+
+class NotOurs(Exception):
+    """The server answered the greeting as PyTorch's does; the connection can be used for its protocol."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        super().__init__()
+        self.socket = sock
+
+
+class _Slot:
+    """Where one call, or one watch, gets what came for it."""
+
+    __slots__ = ("answers", "bell")
+
+    def __init__(self) -> None:
+        self.answers: deque[Reply | Event | RallypointError] = deque()
+        self.bell: threading.Lock | None = None
+
+    def give(self, answer: Reply | Event | RallypointError) -> None:
+        self.answers.append(answer)
+        self.ring()
+
+    def ring(self) -> None:
+        if self.bell is not None and self.bell.locked():
+            with contextlib.suppress(RuntimeError):  # two may ring at once
+                self.bell.release()
+
+    def wait(self, timeout_s: float) -> None:
+        """Sleep until rung; whoever waits has set the bell before it looked for answers."""
+        assert self.bell is not None
+        self.bell.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+
+
+class SessionBackend(Backend):
+    """A session with one of our servers."""
+
+    root = b"/"
+
+    def __init__(self, host: str, port: int, timeout_s: float, name: str) -> None:
+        self.name = f"tcp://{net.Endpoint(host, port)}"
+        self.host, self.port, self.timeout_s = host, port, timeout_s
+        self._peer = str(net.Endpoint(host, port))
+        self._begin(name, Deadline(timeout_s))
+
+    def _begin(self, name: str, deadline: Deadline) -> None:
+        self._pid = os.getpid()
+        self._reader, self._sender, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._slots: dict[int, _Slot] = {}
+        self._over: RallypointError | None = None
+        self._core = Client(name, MAX_FRAME_BYTES)
+        self._grace_s = 0.0
+        self._socket = self._connect(deadline)
+        threading.Thread(target=_keep, args=[weakref.ref(self)], name=f"keeper of {self.name}", daemon=True).start()
+
+    # Calls that answer at once
+
+    def set(self, key: bytes, value: bytes) -> None:
+        self._ask("set", native.Set, key, value)
+
+    def add(self, key: bytes, amount: int) -> int:
+        return int(self._ask("add", native.Add, key, amount))
+
+    def append(self, key: bytes, value: bytes) -> None:
+        self._ask("append", native.Append, key, value)
+
+    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        return bytes(self._ask("compare_set", native.CompareSet, key, expected, desired))
+
+    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
+        return Swap(*self._ask("swap", native.Swap, key, expected, desired))
+
+    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        self._ask("multi_set", native.MultiSet, list(pairs))
+
+    def check(self, keys: Sequence[bytes]) -> bool:
+        return bool(self._ask("check", native.Check, list(keys)))
+
+    def delete(self, key: bytes) -> bool:
+        return bool(self._ask("delete_key", native.Delete, key))
+
+    def delete_prefix(self, prefix: bytes) -> int:
+        return int(self._ask("delete_prefix", native.DeletePrefix, prefix))
+
+    def num_keys(self, prefix: bytes) -> int:
+        return int(self._ask("num_keys", native.Count, prefix))
+
+    def list_keys(self, prefix: bytes) -> list[bytes]:
+        return list(self._ask("list_keys", native.List, prefix))
+
+    def queue_push(self, key: bytes, value: bytes) -> None:
+        self._ask("queue_push", native.Push, key, value)
+
+    def queue_pop(self, key: bytes) -> bytes | None:
+        item: bytes | None = self._ask("queue_pop", native.Pop, key)
+        return item
+
+    def queue_len(self, key: bytes) -> int:
+        return int(self._ask("queue_len", native.QueueLen, key))
+
+    def lease(self, key: bytes, value: bytes) -> None:
+        self._ask("lease", native.Lease, key, value)
+
+    def unlease(self, key: bytes) -> bool:
+        return bool(self._ask("lease", native.Unlease, key))
+
+    # Calls that may wait
+
+    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
+        outcome: TimedOut | None = self._ask("wait", native.Wait, list(keys), wait_s=deadline.remaining())
+        return outcome
+
+    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
+        values: list[bytes] | TimedOut
+        if len(keys) == 1:
+            values = self._ask("get", native.Get, keys[0], wait_s=deadline.remaining())
+        else:
+            values = self._ask("multi_get", native.MultiGet, list(keys), wait_s=deadline.remaining())
+        return values
+
+    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
+        item: bytes | TimedOut = self._ask("queue_pop", native.Take, key, wait_s=deadline.remaining())
+        return item
+
+    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
+        outcome: TimedOut | None = self._ask("barrier", native.Arrive, key, size, wait_s=deadline.remaining())
+        return outcome
+
+    def watch(self, prefix: bytes) -> Feed:
+        return _SessionFeed(self, prefix)
+
+    def clone(self) -> SessionBackend:
+        return SessionBackend(self.host, self.port, self.timeout_s, self._core.name)
+
+    def close(self) -> None:
+        if self._over is None and os.getpid() == self._pid:
+            with contextlib.suppress(OSError, RallypointError), self._sender:
+                self._socket.settimeout(1.0)
+                self._socket.sendall(self._number(native.Bye, _Slot())[1])
+        self._end(StoreClosed(store=self.name))
+
+    def __del__(self) -> None:
+        if "_socket" in self.__dict__ and self._over is None:
+            self.close()
+
+    # One request
+
+    def _ask(self, operation: str, kind: type[Request], *arguments: Any, wait_s: float | None = None) -> Any:
+        """Send a request and wait for its answer, which the server owes us once `wait_s` have passed."""
+        if os.getpid() != self._pid:
+            self._after_fork()
+        slot = _Slot()
+        deadline = Deadline(self.timeout_s if wait_s is None else self.timeout_s + wait_s)
+        if wait_s is not None:
+            arguments = (*arguments, wait_s)
+        with self._sender:
+            number, request = self._number(kind, slot, *arguments)
+            self._send(request)
+        try:
+            answer = self._await(slot, deadline, operation)
+        except BaseException:
+            self._abandon(number)
+            raise
+        finally:
+            self._slots.pop(number, None)
+            if self._slots:
+                self._wake_another()
+        return self._result(answer)
+
+    def _number(self, kind: type[Request], slot: _Slot, *arguments: Any) -> tuple[int, bytes]:
+        with self._lock:
+            if self._over is not None:
+                raise _again(self._over)
+            number, request = self._core.ask(kind, *arguments)
+            self._slots[number] = slot
+            return number, request
+
+    def _send(self, request: bytes) -> None:
+        """Send, the sender's lock being held; what a cut swallows is repeated by whoever mends it."""
+        try:
+            sent = self._socket.send(request)
+            if sent < len(request):
+                self._socket.sendall(request[sent:])
+        except OSError:
+            self._socket.close()
+
+    def _result(self, reply: Reply | Event | RallypointError) -> Any:
+        assert isinstance(reply, Reply)
+        if reply.status == Status.OK:
+            return reply.result
+        if reply.status == Status.TIMED_OUT:
+            return TimedOut(tuple(reply.result))
+        kind, fields = reply.result
+        if "key" in fields:
+            fields["key"] = fields["key"].removeprefix("/")
+        raise _RESULTS[kind](**fields) if kind in _RESULTS else StoreError(f"{self.name} refused: {kind} {fields}")
+
+    def _abandon(self, number: int) -> None:
+        """After Ctrl-C: nobody will take this answer. The server stops waiting, and takes back what it gave."""
+        with contextlib.suppress(OSError, RallypointError), self._sender:
+            with self._lock:
+                self._core.forget(number)
+            self._send(self._number(native.Drop, _Slot(), number)[1])
+
+    # Waiting and reading
+
+    def _await(self, slot: _Slot, deadline: Deadline, operation: str) -> Reply | Event | RallypointError:
+        """Return what comes for a slot, reading for all if nobody else does."""
+        while not slot.answers:
+            if self._reader.acquire(blocking=False):
+                try:
+                    self._read(slot, deadline)
+                finally:
+                    self._reader.release()
+            else:
+                self._follow(slot, deadline)
+            if not slot.answers and deadline.expired():
+                why = f"no answer within {deadline.timeout_s:g} s"
+                raise ConnectionLost(peer=self._peer, operation=operation, why=why)
+        answer = slot.answers.popleft()
+        if isinstance(answer, RallypointError):
+            slot.answers.append(answer)
+            raise _again(answer)
+        return answer
+
+    def _follow(self, slot: _Slot, deadline: Deadline) -> None:
+        """Sleep while another thread reads; it hands us our answer, or the reading."""
+        with self._lock:
+            if slot.bell is None:
+                slot.bell = threading.Lock()
+                slot.bell.acquire()
+        if not slot.answers and self._reader.locked():
+            slot.wait(deadline.remaining())
+
+    def _wake_another(self) -> None:
+        """When we stop reading, somebody who waits must go on with it."""
+        if not self._slots or self._reader.locked():
+            return
+        with self._lock:
+            for slot in self._slots.values():
+                if slot.bell is not None and not slot.answers:
+                    slot.ring()
+                    return
+
+    def _read(self, slot: _Slot, deadline: Deadline) -> None:
+        """Read and hand out until our own answer is there or the deadline has passed; mend a cut on the way."""
+        while not slot.answers and self._over is None:
+            sock = self._socket
+            try:
+                data = _receive(sock, deadline)
+            except OSError:
+                data = b""
+            if data:
+                self._hand_out(data)
+            elif data is None:
+                if deadline.expired():
+                    return
+            elif sock is self._socket:
+                self._mend()
+        if self._over is not None and not slot.answers:
+            slot.give(self._over)
+
+    def _hand_out(self, data: bytes) -> None:
+        with self._lock:
+            try:
+                for reply in self._core.receive(data):
+                    self._deliver(reply)
+                return
+            except BadMessage as error:
+                broken = ConnectionLost(peer=self._peer, operation="reading", why=str(error))
+        self._end(broken)
+
+    def _deliver(self, reply: Reply) -> None:
+        if reply.number:
+            slot = self._slots.get(reply.number)
+            if slot is not None:
+                slot.give(reply)
+        else:
+            number, revision, key, value = reply.result
+            slot = self._slots.get(number)
+            if slot is not None:
+                slot.give(Event(revision, key, value))
+
+    # The connection
+
+    def _connect(self, deadline: Deadline) -> socket.socket:
+        """Connect, say hello, and repeat what a cut left open; raise what ends the session for good."""
+        sock = net.connect(self.host, self.port, deadline)
+        try:
+            sock.settimeout(max(deadline.remaining(), 0.1))
+            sock.sendall(PREFACE)
+            answer = _exactly(sock, len(ACCEPTED))
+            if answer != ACCEPTED:
+                if answer == PREFACE[-4:]:
+                    raise NotOurs(sock)
+                raise ConnectionError(f"not a store: it answered {answer!r}")
+            self._greet(sock)
+            sock.settimeout(None)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
+        except (NotOurs, SessionLost, ServerRestarted):
+            raise
+        except (OSError, BadMessage) as error:
+            sock.close()
+            why = getattr(error, "strerror", None) or str(error)
+            raise ConnectFailed(peer=self._peer, timeout_s=deadline.timeout_s, tried={self._peer: why}) from None
+        except BaseException:
+            sock.close()
+            raise
+        return sock
+
+    def _greet(self, sock: socket.socket) -> None:
+        with self._lock:
+            sock.sendall(self._core.greet())
+        replies: list[Reply] = []
+        while not replies:
+            with self._lock:
+                replies = self._core.receive(_some(sock))
+        first, *rest = replies
+        if first.status != Status.OK:
+            identity, why = first.result
+            if not self._core.session:
+                raise ConnectionError(f"refused: {why}")
+            restarted = identity != self._core.server
+            raise (ServerRestarted if restarted else SessionLost)(peer=self._peer, why=why)
+        with self._lock:
+            welcome = self._core.welcome(first)
+            self._core.server, self._core.session, self._grace_s = welcome.server, welcome.session, welcome.grace_s
+            sock.sendall(self._core.repeat())
+            for reply in rest:
+                self._deliver(reply)
+
+    def _mend(self) -> None:
+        """After a cut: resume within the grace, or end. The reader's lock is held."""
+        deadline = Deadline(self._grace_s)
+        with self._sender:
+            self._socket.close()
+            try:
+                while self._over is None:
+                    try:
+                        self._socket = self._connect(deadline)
+                        return
+                    except ConnectFailed as error:
+                        if deadline.expired():
+                            raise SessionLost(peer=self._peer, why=f"cut for {self._grace_s:g} s; {error}") from None
+                        time.sleep(0.01)
+            except NotOurs:
+                over: RallypointError = ServerRestarted(peer=self._peer, why="a PyTorch server answers there now")
+            except RallypointError as error:
+                over = error
+        if self._over is None:
+            self._end(over)
+
+    def _end(self, reason: RallypointError) -> None:
+        """Refuse every further call, and wake those under way."""
+        with self._lock:
+            if self._over is None:
+                self._over = reason
+            for slot in self._slots.values():
+                slot.give(self._over)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _after_fork(self) -> None:
+        """In a forked child: leave the parent's session to the parent, and begin one of our own."""
+        self._socket.close()
+        self._begin(self._core.name, Deadline(self.timeout_s))
+
+
+class _SessionFeed(Feed):
+    def __init__(self, backend: SessionBackend, prefix: bytes) -> None:
+        self._backend = backend
+        self._slot = _Slot()
+        answer = _Slot()
+        with backend._sender:
+            self._number, request = backend._number(native.Watch, answer, prefix)
+            backend._send(request)
+        backend._await(answer, Deadline(backend.timeout_s), "watch")
+        with backend._lock:
+            backend._slots[self._number] = self._slot
+            self._slot.answers.extend(event for event in answer.answers if isinstance(event, Event))
+
+    def next(self, deadline: Deadline) -> Event | TimedOut:
+        try:
+            answer = self._backend._await(self._slot, deadline, "watch")
+        except ConnectionLost:
+            if self._backend._over is None and deadline.expired():
+                return TimedOut(())
+            raise
+        finally:
+            self._backend._wake_another()
+        assert isinstance(answer, Event)
+        return answer
+
+    def close(self) -> None:
+        backend = self._backend
+        with contextlib.suppress(OSError, RallypointError):
+            backend._ask("watch", native.Drop, self._number)
+        self._slot.give(StoreClosed(store=backend.name))
+        backend._slots.pop(self._number, None)
+
+
+def _keep(reference: weakref.ref[SessionBackend]) -> None:
+    """Notice a cut when no call is under way; ends with the backend."""
+    while True:
+        backend = reference()
+        if backend is None or backend._over is not None:
+            return
+        sock, reader = backend._socket, backend._reader
+        del backend
+        poller = select.poll()
+        try:
+            poller.register(sock, getattr(select, "POLLRDHUP", select.POLLHUP))
+            if not poller.poll(SLICE_S * 1000):
+                continue
+        except (OSError, ValueError):
+            pass
+        if not reader.acquire(timeout=SLICE_S):
+            continue
+        try:
+            backend = reference()
+            if backend is not None and backend._socket is sock and backend._over is None:
+                backend._mend()
+        finally:
+            reader.release()
+        if backend is not None:
+            backend._wake_another()
+
+
+def _receive(sock: socket.socket, deadline: Deadline) -> bytes | None:
+    """Return what came, b"" at the end, None when nothing came in a slice of the time left."""
+    left_s = deadline.remaining()
+    if left_s < SLICE_S:
+        poller = select.poll()
+        poller.register(sock, select.POLLIN)
+        if not poller.poll(left_s * 1000):
+            return None
+    try:
+        return sock.recv(262144)
+    except BlockingIOError:
+        return None
+
+
+def _some(sock: socket.socket) -> bytes:
+    data = sock.recv(65536)
+    if not data:
+        raise ConnectionError("the server closed it")
+    return data
+
+
+def _exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        piece = sock.recv(size - len(data))
+        if not piece:
+            raise ConnectionError("the server closed it")
+        data += piece
+    return data
+
+
+def _again(error: RallypointError) -> RallypointError:
+    """A fresh copy to raise: an exception that several threads raise collects all their tracebacks."""
+    return copy.copy(error)
