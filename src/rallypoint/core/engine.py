@@ -320,6 +320,10 @@ class Engine:
         """Delete a key if it is still leased by this owner; say whether it was."""
         return self._lessee.get(key) == owner and self.delete(key)
 
+    def leases(self, owner: Hashable) -> list[bytes]:
+        """List the keys that an owner leases."""
+        return list(self._leased.get(owner, ()))
+
     def end(self, owner: Hashable) -> None:
         """Drop everything an owner holds: its waits, watches and turns unanswered, its leased keys deleted."""
         for held in sorted(self._held.get(owner, ()), key=lambda held: (Watch, Waiter, Turn).index(type(held))):

@@ -187,8 +187,11 @@ class Arrive(Request, tag=19):
 
 
 class Lease(Request, tag=20):
+    """Bind a key to the session, and if `ttl_s` is not 0, to its heartbeat too."""
+
     key: Key
     value: Value
+    ttl_s: Seconds
 
 
 class Unlease(Request, tag=21):
@@ -206,10 +209,16 @@ class Drop(Request, tag=23):
 
 
 class Confirm(Request, tag=24):
-    """Not numbered, not answered: every request before `below` was answered, and every push up to `pushes` was seen."""
+    """Not numbered, not answered: every request up to `last` but the open ones was answered, and every push up to
+    `pushes` was seen."""
 
-    below: int
+    last: int
+    open: list[int]
     pushes: int
+
+
+class Beat(Request, tag=27):
+    """Not numbered, not answered: keep the leases that have a time to live for another one."""
 
 
 class Ping(Request, tag=25):
@@ -322,10 +331,12 @@ class Client:
         number = self._next
         self._next = number + 1
         request = frame(kind(number, *arguments))
-        self._open[number] = request
         if self._unconfirmed >= CONFIRM_EVERY:
             self._unconfirmed = 0
-            return number, frame(Confirm(0, next(iter(self._open)), self._pushes_seen)) + request
+            confirm = frame(Confirm(0, number - 1, list(self._open), self._pushes_seen))
+            self._open[number] = request
+            return number, confirm + request
+        self._open[number] = request
         return number, request
 
     def receive(self, data: bytes) -> list[Reply]:
@@ -339,7 +350,7 @@ class Client:
             reply = Reply(*_decode(payload))
         except (msgspec.MsgspecError, TypeError) as error:
             raise BadMessage(f"the server said what makes no sense: {error}") from None
-        self._unconfirmed += 1
+        self._unconfirmed += 1 + (len(payload) >> 14)
         number = reply.number
         if number:
             return reply if self._open.pop(number, None) is not None else None  # a cut may make it come twice

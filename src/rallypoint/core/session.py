@@ -23,19 +23,20 @@ from rallypoint.core import native
 from rallypoint.core.engine import Engine
 from rallypoint.core.c10d import REPLIES_BYTES, BadMessage
 from rallypoint.core.native import Frames, Hello, Request, Status, Welcome, frame, whole
-from rallypoint.core.records import Answer, Event, TimedOut, Waiter, Watch
+from rallypoint.core.records import Answer, Event, TimedOut, Waiter, Want, Watch
 from rallypoint.errors import StoreError
 
 __all__ = ["Caller", "Session", "Sessions"]
 
-MAX_KEPT = 4096
-"""How many answers, and how many pushes, a session may leave unconfirmed."""
+MAX_KEPT = 8192
+MAX_KEPT_BYTES = 128 * 1024 * 1024
+"""How many answers and pushes a session may leave unconfirmed, and how many bytes of them."""
 
 _decode = msgspec.msgpack.Decoder(
     native.Set | native.Get | native.Add | native.Check | native.Wait | native.MultiGet | native.MultiSet
     | native.Append | native.CompareSet | native.Swap | native.Delete | native.DeletePrefix | native.Count
     | native.List | native.Push | native.Pop | native.Take | native.QueueLen | native.Arrive | native.Lease
-    | native.Unlease | native.Watch | native.Drop | native.Confirm | native.Ping | native.Bye
+    | native.Unlease | native.Beat | native.Watch | native.Drop | native.Confirm | native.Ping | native.Bye
 ).decode  # fmt: skip
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
@@ -45,8 +46,10 @@ class Session:
 
     __slots__ = (
         "_engine",
+        "_beats",
         "_highest",
         "_kept",
+        "_kept_bytes",
         "_pushed",
         "_pushes",
         "_taken",
@@ -73,6 +76,32 @@ class Session:
         self._taken: dict[int, tuple[bytes, bytes]] = {}
         self._pushes: deque[tuple[int, bytes]] = deque()
         self._pushed = 0
+        self._kept_bytes = 0
+        self._beats: dict[bytes, tuple[float, float]] = {}  # leased key: its time to live, and until when it lives
+
+    @property
+    def overdue(self) -> str:
+        """Why this client has to go: it confirms nothing, and what is kept for it grows. Empty if all is well."""
+        kept = len(self._kept) + len(self._pushes)
+        if kept <= MAX_KEPT and self._kept_bytes <= MAX_KEPT_BYTES:
+            return ""
+        return f"{kept} answers and pushes of {self._kept_bytes} bytes are unconfirmed"
+
+    @property
+    def leases(self) -> list[bytes]:
+        """The keys that vanish with this session."""
+        return self._engine.leases(self)
+
+    def expire(self, now: float) -> None:
+        """Give up the leases whose heart stopped beating."""
+        for key, (_, until) in list(self._beats.items()):
+            if until <= now:
+                del self._beats[key]
+                self._engine.unlease(key, self)
+
+    def next_end(self) -> float:
+        """Return when the next lease ends unless its heart beats; infinity where none can."""
+        return min((until for _, until in self._beats.values()), default=float("inf"))
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
@@ -85,7 +114,7 @@ class Session:
         kind = request.__class__
         if number > self._highest:
             self._highest = number
-        elif kind is not native.Confirm:
+        elif number:
             if number in self._waiting:
                 return b""
             if number in self._kept:
@@ -115,16 +144,22 @@ class Session:
             self._pushed += 1
             push = frame((0, self._pushed, (number, *answer)))
             self._pushes.append((self._pushed, push))
+            self._kept_bytes += len(push)
             return push
         assert isinstance(handle, Waiter)
-        del self._waiting[number]
+        dropped = self._waiting.pop(number, None) is None
         if isinstance(answer, bytes):
+            if dropped:
+                self._engine.queue_push(handle.keys[0], answer, front=True)
             self._taken[number] = (handle.keys[0], answer)
+        if dropped:
+            return b""
         if isinstance(answer, TimedOut):
             reply = frame((number, Status.TIMED_OUT, answer.missing))
         else:
             reply = frame((number, Status.OK, answer))
-        self._keep(number, reply)
+        if handle.want in (Want.ITEM, Want.COUNT):  # the others only read, and may do so again
+            self._keep(number, reply)
         return reply
 
     def resume(self, pushes_seen: int) -> bytes:
@@ -136,12 +171,11 @@ class Session:
 
     def _keep(self, number: int, reply: bytes) -> None:
         self._kept[number] = reply
-        if len(self._kept) > MAX_KEPT:
-            raise BadMessage(f"{len(self._kept)} answers are unconfirmed")
+        self._kept_bytes += len(reply)
 
     def _seen(self, push: int) -> None:
         while self._pushes and self._pushes[0][0] <= push:
-            self._pushes.popleft()
+            self._kept_bytes -= len(self._pushes.popleft()[1])
 
     def _wait(self, outcome: Any, number: int, timeout_s: float) -> Any:
         if not isinstance(outcome, Waiter):
@@ -194,10 +228,25 @@ class Session:
             self._engine.queue_push(*self._taken.pop(request.target), front=True)
 
     def _confirm(self, request: native.Confirm, now: float) -> Any:
-        for number in [number for number in self._kept if number < request.below]:
-            del self._kept[number]
+        still = set(request.open)
+        for number in [number for number in self._kept if number <= request.last and number not in still]:
+            self._kept_bytes -= len(self._kept.pop(number))
             self._taken.pop(number, None)
         self._seen(request.pushes)
+        return _LATER
+
+    def _lease(self, request: native.Lease, now: float) -> Any:
+        self._engine.set(request.key, request.value, self)
+        self._beats.pop(request.key, None)
+        if request.ttl_s:
+            self._beats[request.key] = (request.ttl_s, now + request.ttl_s)
+
+    def _unlease(self, request: native.Unlease, now: float) -> Any:
+        self._beats.pop(request.key, None)
+        return self._engine.unlease(request.key, self)
+
+    def _beat(self, request: native.Beat, now: float) -> Any:
+        self._beats = {key: (ttl_s, now + ttl_s) for key, (ttl_s, _) in self._beats.items()}
         return _LATER
 
     def _bye(self, request: native.Bye, now: float) -> Any:
@@ -205,7 +254,7 @@ class Session:
 
 
 _LATER = object()
-_READS = frozenset(native.READS) | {native.Confirm}
+_READS = frozenset(native.READS)
 _DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
     native.Set: lambda s, r, now: s._engine.set(r.key, r.value),
     native.Get: Session._get,
@@ -226,8 +275,9 @@ _DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
     native.Take: Session._take,
     native.QueueLen: lambda s, r, now: s._engine.queue_len(r.key),
     native.Arrive: Session._arrive,
-    native.Lease: lambda s, r, now: s._engine.set(r.key, r.value, s),
-    native.Unlease: lambda s, r, now: s._engine.unlease(r.key, s),
+    native.Lease: Session._lease,
+    native.Unlease: Session._unlease,
+    native.Beat: Session._beat,
     native.Watch: Session._watch,
     native.Drop: Session._drop,
     native.Confirm: Session._confirm,
@@ -286,11 +336,15 @@ class Sessions:
         ended = [session for session, until in self._away.items() if until <= now]
         for session in ended:
             self._end(session)
+        for session in self._sessions.values():
+            if session._beats:
+                session.expire(now)
         return ended
 
     def next_end(self) -> float:
-        """Return when the next grace ends; infinity where nobody is away."""
-        return min(self._away.values(), default=float("inf"))
+        """Return when the next grace, or the next heartbeat's time, is over; infinity where none is."""
+        beats = min((session.next_end() for session in self._sessions.values()), default=float("inf"))
+        return min(beats, *self._away.values()) if self._away else beats
 
     def _end(self, session: Session) -> None:
         session.over = True
@@ -352,6 +406,8 @@ class Caller:
                 hello = _decode_hello(payload)
                 self.session, self.replaced, reply = self._sessions.enter(hello, self._link, self._new_id)
                 return reply
+            if session.overdue:
+                raise BadMessage(session.overdue)
             return session.request(_decode(payload), now)
         except msgspec.MsgspecError as error:
             raise BadMessage(f"not a request: {error}") from None

@@ -114,7 +114,7 @@ class House:
             owner = handle.owner
             assert isinstance(owner, (Conversation, Session))
             data = owner.answer(handle, answer)
-            if isinstance(owner.link, Connection):
+            if isinstance(owner.link, Connection) and data:
                 owner.link.send(data)
 
     def tick(self) -> None:

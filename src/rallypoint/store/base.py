@@ -14,14 +14,14 @@ import abc
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import LimitExceeded, QueueEmpty, StoreTimeout, Unsupported
 
-__all__ = ["Backend", "Change", "Feed", "Lease", "Store", "Watch"]
+__all__ = ["Backend", "Change", "Feed", "Lease", "Pipeline", "Store", "Watch"]
 
 DEFAULT_TIMEOUT_S = 300.0
 
@@ -110,8 +110,8 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """Give up leases and watches, wake waiting calls with StoreClosed, release what the backend holds open."""
 
-    def lease(self, key: bytes, value: bytes) -> None:
-        """Write a key that vanishes when this backend's session ends."""
+    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
+        """Write a key that vanishes when this backend's session ends, or (ttl_s not 0) its process stops running."""
         raise self.unsupported("lease")
 
     def unlease(self, key: bytes) -> bool:
@@ -121,6 +121,10 @@ class Backend(abc.ABC):
     def watch(self, prefix: bytes) -> Feed:
         """Stream the changes of keys that start with a prefix, from now on."""
         raise self.unsupported("watch")
+
+    def pipeline(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        """Carry out calls of other methods in order; return their results."""
+        return [getattr(self, name)(*arguments) for name, arguments in calls]
 
     def unsupported(self, operation: str) -> Unsupported:
         """Build the error for an operation that this backend does not have."""
@@ -184,6 +188,56 @@ class Watch:
         self.close()
 
 
+class Pipeline:
+    """Writes that go out together at the end of a `with` block, in order; `results` then has what each returned.
+
+    An error in the block sends nothing. An error of the store leaves those before it done, and may leave later ones so.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.results: list[Any] = []
+        self._store = store
+        self._calls: list[tuple[str, tuple[Any, ...]]] = []
+
+    def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        self._add("set", key, self._store._value(key, value))
+
+    def append(self, key: str, value: str | bytes) -> None:
+        """Add bytes to the end of a value."""
+        self._add("append", key, self._store._value(key, value))
+
+    def add(self, key: str, amount: int) -> None:
+        """Add to a counter."""
+        self._add("add", key, _amount(key, amount))
+
+    def delete_key(self, key: str) -> None:
+        """Delete a key."""
+        self._add("delete", key)
+
+    def queue_push(self, key: str, value: str | bytes) -> None:
+        """Put an item at the end of a queue."""
+        self._add("queue_push", key, self._store._value(key, value))
+
+    def _add(self, method: str, key: str, *arguments: Any) -> None:
+        self._calls.append((method, (self._store._name(key), *arguments)))
+
+    def __enter__(self) -> Pipeline:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.results = self._store._backend.pipeline(self._calls)
+
+
+def _amount(key: str, amount: int) -> int:
+    if isinstance(amount, bool) or not isinstance(amount, int):
+        raise TypeError(f"the amount to add to {key!r} must be an int, not {amount!r}")
+    if not -(2**63) <= amount < 2**63:
+        raise ValueError(f"the amount to add to {key!r} must fit in 64 bits, got {amount}")
+    return amount
+
+
 class Store:
     """A linearizable map from text keys to bytes that the processes of a job share.
 
@@ -207,11 +261,7 @@ class Store:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter kept as decimal text (a missing key is 0) and return its new value."""
-        if isinstance(amount, bool) or not isinstance(amount, int):
-            raise TypeError(f"the amount to add to {key!r} must be an int, not {amount!r}")
-        if not -(2**63) <= amount < 2**63:
-            raise ValueError(f"the amount to add to {key!r} must fit in 64 bits, got {amount}")
-        return self._backend.add(self._name(key), amount)
+        return self._backend.add(self._name(key), _amount(key, amount))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write if the value is the expected one; return the value after the call, as PyTorch does.
@@ -330,13 +380,19 @@ class Store:
         """Delete every key and queue whose name starts with `prefix`; return how many there were."""
         return self._backend.delete_prefix(self._name(prefix))
 
-    def lease(self, key: str, value: str | bytes) -> Lease:
+    def lease(self, key: str, value: str | bytes, heartbeat: Timeout | None = None) -> Lease:
         """Write a key that vanishes with this store handle: at its release, its close, or the death of the process.
 
-        A later write by anyone takes the key over and ends the lease.
+        With a `heartbeat`, also when this process has not run for so long (stopped, or swapped out) while its machine
+        still answers for it. A later write by anyone takes the key over and ends the lease.
         """
-        self._backend.lease(self._name(key), self._value(key, value))
+        ttl_s = 0.0 if heartbeat is None else seconds(heartbeat, "heartbeat")
+        self._backend.lease(self._name(key), self._value(key, value), ttl_s)
         return Lease(self, key)
+
+    def pipeline(self) -> Pipeline:
+        """Collect writes in a `with` block; they are sent together, and acknowledged when the block ends."""
+        return Pipeline(self)
 
     def watch(self, prefix: str = "", timeout: Timeout | None = None) -> Watch:
         """Watch the changes of all keys that start with `prefix`, from now on."""

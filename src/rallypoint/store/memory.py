@@ -104,7 +104,7 @@ class MemoryBackend(Backend):
     def queue_len(self, key: bytes) -> int:
         return self._call(self.hub.engine.queue_len, key)
 
-    def lease(self, key: bytes, value: bytes) -> None:
+    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:  # who reads it stops together with who holds it
         self._call(self.hub.engine.set, key, value, self)
 
     def unlease(self, key: bytes) -> bool:

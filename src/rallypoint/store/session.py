@@ -51,7 +51,23 @@ MAX_FRAME_BYTES = 1 << 30
 SLICE_S = 1.0
 """How long one blocking read lasts at most; a longer wait is several."""
 
+KEEP_S = 0.25
+"""How often the keeper looks around, when the socket does not wake it."""
+
+LEAST_TTL_S = 1.0
+"""The fastest heartbeat that the keeper can be trusted with."""
+
+WINDOW = 512
+"""How many requests of a pipeline are under way at once."""
+
 _SLICE = struct.pack("ll", int(SLICE_S), 0)
+_BULK: dict[str, type[Request]] = {
+    "set": native.Set,
+    "append": native.Append,
+    "add": native.Add,
+    "delete": native.Delete,
+    "queue_push": native.Push,
+}
 _RESULTS = {"NotAnInteger": errors.NotAnInteger, "StoreFull": errors.StoreFull}
 
 
@@ -66,11 +82,12 @@ class NotOurs(Exception):
 class _Slot:
     """Where one call, or one watch, gets what came for it."""
 
-    __slots__ = ("answers", "bell")
+    __slots__ = ("answers", "bell", "waiting")
 
     def __init__(self) -> None:
         self.answers: deque[Reply | Event | RallypointError] = deque()
         self.bell: threading.Lock | None = None
+        self.waiting = False
 
     def give(self, answer: Reply | Event | RallypointError) -> None:
         self.answers.append(answer)
@@ -105,6 +122,7 @@ class SessionBackend(Backend):
         self._over: RallypointError | None = None
         self._core = Client(name, MAX_FRAME_BYTES)
         self._grace_s = 0.0
+        self._beat_s = float("inf")
         self._socket = self._connect(deadline)
         threading.Thread(target=_keep, args=[weakref.ref(self)], name=f"keeper of {self.name}", daemon=True).start()
 
@@ -153,8 +171,12 @@ class SessionBackend(Backend):
     def queue_len(self, key: bytes) -> int:
         return int(self._ask("queue_len", native.QueueLen, key))
 
-    def lease(self, key: bytes, value: bytes) -> None:
-        self._ask("lease", native.Lease, key, value)
+    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
+        if 0 < ttl_s < LEAST_TTL_S:
+            raise ValueError(f"a heartbeat of {ttl_s:g} s is too fast to be kept; {LEAST_TTL_S:g} s is the least")
+        self._ask("lease", native.Lease, key, value, ttl_s)
+        if ttl_s:
+            self._beat_s = min(self._beat_s, ttl_s / 3)
 
     def unlease(self, key: bytes) -> bool:
         return bool(self._ask("lease", native.Unlease, key))
@@ -183,6 +205,12 @@ class SessionBackend(Backend):
 
     def watch(self, prefix: bytes) -> Feed:
         return _SessionFeed(self, prefix)
+
+    def pipeline(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
+        results: list[Any] = []
+        for start in range(0, len(calls), WINDOW):
+            results += self._ask_all([(_BULK[name], arguments) for name, arguments in calls[start : start + WINDOW]])
+        return results
 
     def clone(self) -> SessionBackend:
         return SessionBackend(self.host, self.port, self.timeout_s, self._core.name)
@@ -221,6 +249,23 @@ class SessionBackend(Backend):
             if self._slots:
                 self._wake_another()
         return self._result(answer)
+
+    def _ask_all(self, calls: Sequence[tuple[type[Request], tuple[Any, ...]]]) -> list[Any]:
+        """Send requests together and wait for all their answers; raise the first error among them."""
+        if os.getpid() != self._pid:
+            self._after_fork()
+        slots = [_Slot() for _ in calls]
+        deadline = Deadline(self.timeout_s)
+        with self._sender:
+            asked = [self._number(kind, slot, *args) for (kind, args), slot in zip(calls, slots, strict=True)]
+            self._send(b"".join(request for _, request in asked))
+        try:
+            answers = [self._await(slot, deadline, "pipeline") for slot in slots]
+        finally:
+            for number, _ in asked:
+                self._slots.pop(number, None)
+            self._wake_another()
+        return [self._result(answer) for answer in answers]
 
     def _number(self, kind: type[Request], slot: _Slot, *arguments: Any) -> tuple[int, bytes]:
         with self._lock:
@@ -281,11 +326,13 @@ class SessionBackend(Backend):
     def _follow(self, slot: _Slot, deadline: Deadline) -> None:
         """Sleep while another thread reads; it hands us our answer, or the reading."""
         with self._lock:
+            slot.waiting = True
             if slot.bell is None:
                 slot.bell = threading.Lock()
                 slot.bell.acquire()
         if not slot.answers and self._reader.locked():
             slot.wait(deadline.remaining())
+        slot.waiting = False
 
     def _wake_another(self) -> None:
         """When we stop reading, somebody who waits must go on with it."""
@@ -293,7 +340,7 @@ class SessionBackend(Backend):
             return
         with self._lock:
             for slot in self._slots.values():
-                if slot.bell is not None and not slot.answers:
+                if slot.waiting and not slot.answers:
                     slot.ring()
                     return
 
@@ -314,6 +361,22 @@ class SessionBackend(Backend):
                 self._mend()
         if self._over is not None and not slot.answers:
             slot.give(self._over)
+
+    def _read_idle(self) -> bool:
+        """Take in what came unasked, if nobody else reads; say so."""
+        if not self._reader.acquire(blocking=False):
+            return False
+        try:
+            with contextlib.suppress(OSError):
+                self._hand_out(self._socket.recv(262144, socket.MSG_DONTWAIT))
+        finally:
+            self._reader.release()
+        self._wake_another()
+        return True
+
+    def _beat(self) -> None:
+        with contextlib.suppress(OSError), self._sender:
+            self._socket.send(native.frame(native.Beat(0)))
 
     def _hand_out(self, data: bytes) -> None:
         with self._lock:
@@ -456,40 +519,53 @@ class _SessionFeed(Feed):
 
 
 def _keep(reference: weakref.ref[SessionBackend]) -> None:
-    """Notice a cut when no call is under way; ends with the backend."""
-    while True:
-        backend = reference()
-        if backend is None or backend._over is not None:
-            return
-        sock, reader = backend._socket, backend._reader
+    """Look after a backend while no call is under way: mend cuts, read pushes, keep hearts beating. Ends with it.
+
+    It listens for data only when nobody else reads; woken by an answer that a call will read, it leaves that be.
+    """
+    hung_up = getattr(select, "POLLRDHUP", 0)
+    wanted, beaten_at = hung_up, time.monotonic()
+    while (backend := reference()) is not None and backend._over is None:
+        sock, reader, beat_s = backend._socket, backend._reader, backend._beat_s
         del backend
-        poller = select.poll()
-        try:
-            poller.register(sock, getattr(select, "POLLRDHUP", select.POLLHUP))
-            if not poller.poll(SLICE_S * 1000):
-                continue
-        except (OSError, ValueError):
-            pass
-        if not reader.acquire(timeout=SLICE_S):
-            continue
-        try:
-            backend = reference()
-            if backend is not None and backend._socket is sock and backend._over is None:
-                backend._mend()
-        finally:
-            reader.release()
-        if backend is not None:
+        events = _poll(sock, wanted, KEEP_S)
+        if (backend := reference()) is None:
+            return
+        if time.monotonic() - beaten_at >= beat_s:
+            beaten_at = time.monotonic()
+            backend._beat()
+        if not events:
+            wanted = hung_up if reader.locked() else hung_up | select.POLLIN
+        elif events == select.POLLIN:
+            wanted = hung_up
+            if backend._read_idle():
+                wanted |= select.POLLIN
+        elif reader.acquire(timeout=KEEP_S):
+            try:
+                if backend._socket is sock and backend._over is None:
+                    backend._mend()
+            finally:
+                reader.release()
             backend._wake_another()
+        del backend
+
+
+def _poll(sock: socket.socket, events: int, timeout_s: float) -> int:
+    """Return what happened to a socket; a closed one has hung up."""
+    poller = select.poll()
+    try:
+        poller.register(sock, events)
+        happened = poller.poll(timeout_s * 1000)
+    except (OSError, ValueError):
+        return select.POLLHUP
+    return happened[0][1] if happened else 0
 
 
 def _receive(sock: socket.socket, deadline: Deadline) -> bytes | None:
     """Return what came, b"" at the end, None when nothing came in a slice of the time left."""
     left_s = deadline.remaining()
-    if left_s < SLICE_S:
-        poller = select.poll()
-        poller.register(sock, select.POLLIN)
-        if not poller.poll(left_s * 1000):
-            return None
+    if left_s < SLICE_S and not _poll(sock, select.POLLIN, left_s):
+        return None
     try:
         return sock.recv(262144)
     except BlockingIOError:
