@@ -20,8 +20,8 @@ from typing import Any
 import msgspec
 
 from rallypoint.core import native
-from rallypoint.core.engine import Engine
 from rallypoint.core.c10d import REPLIES_BYTES, BadMessage
+from rallypoint.core.engine import Engine
 from rallypoint.core.native import Frames, Hello, Request, Status, Welcome, frame, whole
 from rallypoint.core.records import Answer, Event, TimedOut, Waiter, Want, Watch
 from rallypoint.errors import StoreError

@@ -12,18 +12,15 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterator, Sequence
-from datetime import timedelta
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
-from rallypoint.errors import LimitExceeded, QueueEmpty, StoreTimeout, Unsupported
+from rallypoint.errors import QueueEmpty, Unsupported
+from rallypoint.store.view import DEFAULT_TIMEOUT_S, View, whole_amount
 
 __all__ = ["Backend", "Change", "Feed", "Lease", "Pipeline", "Store", "Watch"]
-
-DEFAULT_TIMEOUT_S = 300.0
 
 _Self = TypeVar("_Self", bound="Store")
 
@@ -209,7 +206,7 @@ class Pipeline:
 
     def add(self, key: str, amount: int) -> None:
         """Add to a counter."""
-        self._add("add", key, _amount(key, amount))
+        self._add("add", key, whole_amount(key, amount))
 
     def delete_key(self, key: str) -> None:
         """Delete a key."""
@@ -230,24 +227,15 @@ class Pipeline:
             self.results = self._store._backend.pipeline(self._calls)
 
 
-def _amount(key: str, amount: int) -> int:
-    if isinstance(amount, bool) or not isinstance(amount, int):
-        raise TypeError(f"the amount to add to {key!r} must be an int, not {amount!r}")
-    if not -(2**63) <= amount < 2**63:
-        raise ValueError(f"the amount to add to {key!r} must fit in 64 bits, got {amount}")
-    return amount
-
-
-class Store:
+class Store(View):
     """A linearizable map from text keys to bytes that the processes of a job share.
 
     Safe for use by many threads. Blocking calls end by their timeout (`StoreTimeout`), by Ctrl-C, or by `close`.
     """
 
     def __init__(self, backend: Backend, prefix: bytes, timeout: Timeout = DEFAULT_TIMEOUT_S) -> None:
+        super().__init__(backend.name, backend.root, prefix, timeout)
         self._backend = backend
-        self._prefix = prefix
-        self._timeout_s = seconds(timeout)
 
     # PyTorch's operations
 
@@ -261,7 +249,7 @@ class Store:
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter kept as decimal text (a missing key is 0) and return its new value."""
-        return self._backend.add(self._name(key), _amount(key, amount))
+        return self._backend.add(self._name(key), whole_amount(key, amount))
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write if the value is the expected one; return the value after the call, as PyTorch does.
@@ -293,12 +281,7 @@ class Store:
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write all the pairs as one change."""
-        names = self._names(keys)
-        if len(names) != len(values):
-            raise ValueError(f"multi_set got {len(names)} keys and {len(values)} values")
-        self._backend.multi_set(
-            [(name, self._value(key, value)) for name, key, value in zip(names, keys, values, strict=True)]
-        )
+        self._backend.multi_set(self._pairs(keys, values))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and say whether it was there. A queue of that name is not touched."""
@@ -356,15 +339,6 @@ class Store:
         copy.__dict__.update(self.__dict__, _backend=self._backend.clone())
         return copy
 
-    @property
-    def timeout(self) -> timedelta:
-        """How long blocking calls wait where they are not told."""
-        return timedelta(seconds=self._timeout_s)
-
-    def set_timeout(self, timeout: Timeout) -> None:
-        """Set how long blocking calls of this handle wait where they are not told."""
-        self._timeout_s = seconds(timeout)
-
     def has_extended_api(self) -> bool:
         """Say that append, multi_get, multi_set and the queues are there: they always are."""
         return True
@@ -410,74 +384,9 @@ class Store:
     ) -> None:
         self.close()
 
-    def __repr__(self) -> str:
-        prefix = self._unname(self._prefix, of=self._backend.root)
-        return f"<{type(self).__name__} {self._backend.name}{' prefix ' + repr(prefix) if prefix else ''}>"
-
-    # Names, values, deadlines, errors
-
-    def _name(self, key: str) -> bytes:
-        if not isinstance(key, str):
-            raise TypeError(f"a key must be a str, not {type(key).__name__}: {key!r}")
-        try:
-            name = self._prefix + key.encode()
-        except UnicodeEncodeError as error:
-            raise ValueError(f"key {key!r} is not valid Unicode: {error.reason}") from None
-        size = len(name) - len(self._backend.root)
-        if size > MAX_KEY_BYTES:
-            raise LimitExceeded(what="key", key=key, size=size, limit=MAX_KEY_BYTES)
-        return name
-
-    def _names(self, keys: Sequence[str]) -> list[bytes]:
-        if isinstance(keys, (str, bytes)):
-            raise TypeError(f"keys must be a list of str, not {keys!r}")
-        if len(keys) > MAX_KEYS:
-            raise LimitExceeded(what="keys", key=keys[0], size=len(keys), limit=MAX_KEYS)
-        return [self._name(key) for key in keys]
-
-    def _unname(self, name: bytes, of: bytes | None = None) -> str:
-        return name[len(self._prefix if of is None else of) :].decode("utf-8", "backslashreplace")
-
-    def _unnamed(self, names: Sequence[bytes]) -> list[str]:
-        return [self._unname(name) for name in names]
-
-    def _value(self, key: str, value: str | bytes) -> bytes:
-        if isinstance(value, str):
-            try:
-                value = value.encode()
-            except UnicodeEncodeError as error:
-                raise ValueError(f"the value for {key!r} is not valid Unicode: {error.reason}") from None
-        elif isinstance(value, (bytearray, memoryview)):
-            value = bytes(value)
-        elif not isinstance(value, bytes):
-            raise TypeError(f"the value for {key!r} must be str or bytes, not {type(value).__name__}")
-        if len(value) > MAX_VALUE_BYTES:
-            raise LimitExceeded(what="value of", key=key, size=len(value), limit=MAX_VALUE_BYTES)
-        return value
-
     def _values(self, operation: str, keys: Sequence[str], timeout: Timeout | None) -> list[bytes]:
         names, deadline = self._names(keys), self._deadline(timeout)
         outcome = self._backend.wait_values(names, deadline)
         if isinstance(outcome, TimedOut):
             raise self._timed_out(operation, keys, self._unnamed(outcome.missing), deadline)
         return outcome
-
-    def _deadline(self, timeout: Timeout | None) -> Deadline:
-        return Deadline(self._timeout_s if timeout is None else timeout)
-
-    def _timed_out(
-        self,
-        operation: str,
-        keys: Sequence[str],
-        missing: Sequence[str],
-        deadline: Deadline,
-        what: str | None = None,
-    ) -> StoreTimeout:
-        return StoreTimeout(
-            operation=operation,
-            keys=keys,
-            missing=missing,
-            timeout_s=deadline.timeout_s,
-            store=repr(self),
-            what=what,
-        )

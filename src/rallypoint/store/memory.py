@@ -15,7 +15,8 @@ from rallypoint.core.engine import Engine
 from rallypoint.core.records import Answer, Event, Statistics, Swap, TimedOut, Waiter
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import StoreClosed
-from rallypoint.store.base import DEFAULT_TIMEOUT_S, Backend, Feed, Store
+from rallypoint.store.base import Backend, Feed, Store
+from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
 __all__ = ["HashStore", "Hub", "MemoryBackend"]
 

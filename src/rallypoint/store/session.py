@@ -45,7 +45,7 @@ from rallypoint.errors import (
 )
 from rallypoint.store.base import Backend, Feed
 
-__all__ = ["NotOurs", "SessionBackend"]
+__all__ = ["NotOurs", "SessionBackend", "caller_name", "error_of", "welcomed"]
 
 MAX_FRAME_BYTES = 1 << 30
 SLICE_S = 1.0
@@ -68,7 +68,7 @@ _BULK: dict[str, type[Request]] = {
     "delete": native.Delete,
     "queue_push": native.Push,
 }
-_RESULTS = {"NotAnInteger": errors.NotAnInteger, "StoreFull": errors.StoreFull}
+_ERRORS = {"NotAnInteger": errors.NotAnInteger, "StoreFull": errors.StoreFull}
 
 
 class NotOurs(Exception):
@@ -290,10 +290,7 @@ class SessionBackend(Backend):
             return reply.result
         if reply.status == Status.TIMED_OUT:
             return TimedOut(tuple(reply.result))
-        kind, fields = reply.result
-        if "key" in fields:
-            fields["key"] = fields["key"].removeprefix("/")
-        raise _RESULTS[kind](**fields) if kind in _RESULTS else StoreError(f"{self.name} refused: {kind} {fields}")
+        raise error_of(reply, self.name)
 
     def _abandon(self, number: int) -> None:
         """After Ctrl-C: nobody will take this answer. The server stops waiting, and takes back what it gave."""
@@ -434,15 +431,8 @@ class SessionBackend(Backend):
             with self._lock:
                 replies = self._core.receive(_some(sock))
         first, *rest = replies
-        if first.status != Status.OK:
-            identity, why = first.result
-            if not self._core.session:
-                raise ConnectionError(f"refused: {why}")
-            restarted = identity != self._core.server
-            raise (ServerRestarted if restarted else SessionLost)(peer=self._peer, why=why)
         with self._lock:
-            welcome = self._core.welcome(first)
-            self._core.server, self._core.session, self._grace_s = welcome.server, welcome.session, welcome.grace_s
+            self._grace_s = welcomed(self._core, first, self._peer)
             sock.sendall(self._core.repeat())
             for reply in rest:
                 self._deliver(reply)
@@ -516,6 +506,32 @@ class _SessionFeed(Feed):
             backend._ask("watch", native.Drop, self._number)
         self._slot.give(StoreClosed(store=backend.name))
         backend._slots.pop(self._number, None)
+
+
+def caller_name() -> str:
+    """Return how a client introduces itself, for people who look at the server: host, process, and rank if known."""
+    rank = os.environ.get("RANK")
+    return f"{socket.gethostname()}:{os.getpid()}" + (f" rank {rank}" if rank else "")
+
+
+def welcomed(core: Client, reply: Reply, peer: str) -> float:
+    """Read the answer to a greeting and note the session; return its grace. Raises why there is none."""
+    if reply.status != Status.OK:
+        identity, why = reply.result
+        if not core.session:
+            raise ConnectionError(f"refused: {why}")
+        raise (SessionLost if identity == core.server else ServerRestarted)(peer=peer, why=why)
+    welcome = core.welcome(reply)
+    core.server, core.session = welcome.server, welcome.session
+    return welcome.grace_s
+
+
+def error_of(reply: Reply, store: str) -> StoreError:
+    """Make the error that a server reported."""
+    kind, fields = reply.result
+    if "key" in fields:
+        fields["key"] = fields["key"].removeprefix("/")
+    return _ERRORS[kind](**fields) if kind in _ERRORS else StoreError(f"{store} refused: {kind} {fields}")
 
 
 def _keep(reference: weakref.ref[SessionBackend]) -> None:

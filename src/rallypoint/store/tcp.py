@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import threading
 import time
 import weakref
@@ -28,9 +27,10 @@ from rallypoint.core.c10d import Op, encode
 from rallypoint.core.records import Swap, TimedOut, show
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
-from rallypoint.store.base import DEFAULT_TIMEOUT_S, Backend, Store
+from rallypoint.store.base import Backend, Store
 from rallypoint.store.link import PING, Link
-from rallypoint.store.session import NotOurs, SessionBackend
+from rallypoint.store.session import NotOurs, SessionBackend, caller_name
+from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
@@ -319,11 +319,8 @@ class TorchBackend(Backend):
 
 def _reach(host: str, port: int, timeout_s: float) -> TorchBackend | SessionBackend:
     """Open a session with our server; PyTorch's is spoken to in its own protocol."""
-    name = f"{socket.gethostname()}:{os.getpid()}"
-    if "RANK" in os.environ:
-        name += f" rank {os.environ['RANK']}"
     try:
-        return SessionBackend(host, port, timeout_s, name)
+        return SessionBackend(host, port, timeout_s, caller_name())
     except NotOurs as answer:
         answer.socket.close()
         return TorchBackend(host, port, timeout_s)

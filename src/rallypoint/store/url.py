@@ -12,15 +12,17 @@ A key prefix follows as a path (`tcp://head:29400/job-7`), for files as `?prefix
 from __future__ import annotations
 
 import threading
+from typing import NamedTuple
 
 from rallypoint import net
 from rallypoint.deadline import Timeout, seconds
-from rallypoint.store.base import DEFAULT_TIMEOUT_S, Store
+from rallypoint.store.base import Store
 from rallypoint.store.memory import HashStore
 from rallypoint.store.prefix import PrefixStore
 from rallypoint.store.tcp import TCPStore
+from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
-__all__ = ["connect"]
+__all__ = ["StoreURL", "connect", "parse_url"]
 
 DEFAULT_PORT = 29400
 
@@ -28,29 +30,60 @@ _named: dict[str, HashStore] = {}
 _named_lock = threading.Lock()
 
 
+class StoreURL(NamedTuple):
+    """A store URL, taken apart."""
+
+    text: str
+    scheme: str
+    place: str
+    path: str
+    prefix: str
+    timeout_s: float
+
+    def endpoint(self) -> net.Endpoint:
+        """Return the server of a tcp:// URL."""
+        if not self.place or "@" in self.place:
+            raise ValueError(f"store URL {self.text!r}: give the server as tcp://host:port")
+        try:
+            return net.parse_endpoint(self.place, DEFAULT_PORT)
+        except ValueError as error:
+            raise ValueError(f"store URL {self.text!r}: {error}") from None
+
+
+def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
+    """Take a store URL apart; raise ValueError that quotes it where it makes no sense."""
+    from urllib.parse import parse_qsl, unquote, urlsplit  # costs as much as all the rest of `import rallypoint`
+
+    parts = urlsplit(url)
+    if parts.scheme not in ("memory", "file", "tcp"):
+        raise ValueError(f"store URL {url!r}: {parts.scheme!r} is no kind of store; there are memory, file and tcp")
+    options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    prefix, wait = options.pop("prefix", ""), options.pop("timeout", None)
+    if options or parts.fragment:
+        unknown = next(iter(options), "#" + parts.fragment)
+        raise ValueError(f"store URL {url!r}: {unknown!r} is not an option; there are prefix and timeout")
+    path = unquote(parts.path)
+    if parts.scheme != "file":
+        prefix = prefix or path.strip("/")
+    wait_s = _timeout(url, wait) if timeout is None else seconds(timeout)
+    return StoreURL(url, parts.scheme, parts.netloc, path, prefix, wait_s)
+
+
 def connect(url: str, timeout: Timeout | None = None) -> Store:
     """Open the store that a URL names; `timeout` overrides the URL's, and bounds connecting too.
 
     Raises ValueError that quotes a URL it cannot read, and what the store itself raises (ConnectFailed, CorruptFile).
     """
-    from urllib.parse import parse_qsl, unquote, urlsplit  # costs as much as all the rest of `import rallypoint`
-
-    parts = urlsplit(url)
-    options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
-    prefix = options.pop("prefix", "")
-    wait_s = _timeout(url, options.pop("timeout", None)) if timeout is None else seconds(timeout)
-    if options or parts.fragment:
-        unknown = next(iter(options), "#" + parts.fragment)
-        raise ValueError(f"store URL {url!r}: {unknown!r} is not an option; there are prefix and timeout")
-    path = unquote(parts.path)
-    if parts.scheme == "file":
-        store = _file(url, parts.netloc, path, wait_s)
+    parsed = parse_url(url, timeout)
+    store: Store
+    if parsed.scheme == "file":
+        store = _file(parsed)
+    elif parsed.scheme == "memory":
+        store = _memory(parsed.place, parsed.timeout_s)
     else:
-        store = (
-            _memory(parts.netloc, wait_s) if parts.scheme == "memory" else _tcp(url, parts.scheme, parts.netloc, wait_s)
-        )
-        prefix = prefix or path.strip("/")
-    return PrefixStore(prefix, store) if prefix else store
+        host, port = parsed.endpoint()
+        store = TCPStore(host, port, timeout=parsed.timeout_s)
+    return PrefixStore(parsed.prefix, store) if parsed.prefix else store
 
 
 def _timeout(url: str, text: str | None) -> float:
@@ -69,21 +102,9 @@ def _memory(name: str, timeout_s: float) -> Store:
     return store
 
 
-def _file(url: str, host: str, path: str, timeout_s: float) -> Store:
-    if host not in ("", "localhost") or not path.strip("/"):
-        raise ValueError(f"store URL {url!r}: a file is given as file:///absolute/path")
+def _file(parsed: StoreURL) -> Store:
+    if parsed.place not in ("", "localhost") or not parsed.path.strip("/"):
+        raise ValueError(f"store URL {parsed.text!r}: a file is given as file:///absolute/path")
     from rallypoint.store.file import FileStore
 
-    return FileStore(path, timeout=timeout_s)
-
-
-def _tcp(url: str, scheme: str, place: str, timeout_s: float) -> Store:
-    if scheme != "tcp":
-        raise ValueError(f"store URL {url!r}: {scheme!r} is no kind of store; there are memory, file and tcp")
-    if not place or "@" in place:
-        raise ValueError(f"store URL {url!r}: give the server as tcp://host:port")
-    try:
-        host, port = net.parse_endpoint(place, DEFAULT_PORT)
-    except ValueError as error:
-        raise ValueError(f"store URL {url!r}: {error}") from None
-    return TCPStore(host, port, timeout=timeout_s)
+    return FileStore(parsed.path, timeout=parsed.timeout_s)

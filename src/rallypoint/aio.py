@@ -1,0 +1,344 @@
+"""rallypoint for asyncio: the same store on the same protocol core, awaited.
+
+    async with await rallypoint.aio.connect("tcp://head-node:29400") as store:
+        await store.set("ready", "1")
+
+One connection and one session a store. Any number of tasks may use it; requests are answered as they are ready, and a
+cancelled call leaves nothing behind on the server. A cut is mended as in the blocking client (`store/session.py`): the
+session is resumed within its grace, and what was not answered is repeated.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+from collections.abc import AsyncIterator, Sequence
+from typing import Any, TypeVar, cast
+
+from rallypoint import net
+from rallypoint.core import native
+from rallypoint.core.c10d import BadMessage
+from rallypoint.core.native import ACCEPTED, PREFACE, Client, Reply, Request, Status
+from rallypoint.core.records import Swap, TimedOut
+from rallypoint.deadline import Deadline, Timeout
+from rallypoint.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    QueueEmpty,
+    RallypointError,
+    ServerRestarted,
+    SessionLost,
+    StoreClosed,
+    Unsupported,
+)
+from rallypoint.store.base import Change
+from rallypoint.store.session import MAX_FRAME_BYTES, caller_name, error_of, welcomed
+from rallypoint.store.url import parse_url
+from rallypoint.store.view import View, whole_amount
+
+__all__ = ["AsyncStore", "connect"]
+
+_Self = TypeVar("_Self", bound="AsyncStore")
+
+
+async def connect(url: str, timeout: Timeout | None = None) -> AsyncStore:
+    """Open a session with the server that a tcp:// URL names.
+
+    Raises ConnectFailed when nobody answers in time, Unsupported when a plain PyTorch server does.
+    """
+    parsed = parse_url(url, timeout)
+    if parsed.scheme != "tcp":
+        raise ValueError(f"store URL {url!r}: asyncio is for tcp://; use rallypoint.connect for the others")
+    session = _Session(parsed.endpoint())
+    await session.open(Deadline(parsed.timeout_s))
+    return AsyncStore(session, b"/" + (f"{parsed.prefix}/".encode() if parsed.prefix else b""), parsed.timeout_s)
+
+
+class _Link(asyncio.Protocol):
+    """One connection: what comes is the session's, and so is its end."""
+
+    def __init__(self, session: _Session) -> None:
+        self._session = session
+        self.greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._early = b""
+
+    def data_received(self, data: bytes) -> None:
+        if self.greeting.done():
+            self._session.received(data)
+            return
+        self._early += data
+        if len(self._early) >= len(ACCEPTED):
+            self.greeting.set_result(self._early[: len(ACCEPTED)])
+            if rest := self._early[len(ACCEPTED) :]:
+                self._session.received(rest)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.greeting.done():
+            self.greeting.set_exception(ConnectionError("the server closed it"))
+        self._session.cut(self)
+
+
+class _Session:
+    """A session with one of our servers, and the connection that carries it now."""
+
+    def __init__(self, endpoint: net.Endpoint) -> None:
+        self.peer = str(endpoint)
+        self._endpoint = endpoint
+        self._core = Client(caller_name(), MAX_FRAME_BYTES)
+        self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._watches: dict[int, asyncio.Queue[Change | None]] = {}
+        self._transport: asyncio.Transport | None = None
+        self._link: _Link | None = None
+        self._welcome: asyncio.Future[Reply] | None = None
+        self._mending: asyncio.Task[None] | None = None
+        self._grace_s = 0.0
+        self.over: RallypointError | None = None
+
+    async def open(self, deadline: Deadline) -> None:
+        """Connect, say hello, and repeat what a cut left open; raise what ends the session for good."""
+        tried = {self.peer: "no answer"}
+        while True:
+            try:
+                await asyncio.wait_for(self._greet(), max(deadline.remaining(), 0.1))
+                return
+            except (OSError, BadMessage, asyncio.TimeoutError) as error:
+                if isinstance(error, RallypointError):
+                    raise
+                tried[self.peer] = getattr(error, "strerror", None) or str(error) or "no answer"
+            if deadline.expired():
+                raise ConnectFailed(peer=self.peer, timeout_s=deadline.timeout_s, tried=tried)
+            await asyncio.sleep(min(0.05, deadline.remaining()))
+
+    async def _greet(self) -> None:
+        loop = asyncio.get_running_loop()
+        transport, link = await loop.create_connection(lambda: _Link(self), *self._endpoint)
+        try:
+            transport.write(PREFACE)
+            if await link.greeting != ACCEPTED:
+                why = "a plain PyTorch server answers there; use rallypoint.connect"
+                raise Unsupported(operation="asyncio", store=self.peer, why=why)
+            self._welcome = loop.create_future()
+            transport.write(self._core.greet())
+            self._grace_s = welcomed(self._core, await self._welcome, self.peer)
+        except BaseException:
+            transport.abort()
+            raise
+        self._transport, self._link = transport, link
+        transport.write(self._core.repeat())
+
+    def received(self, data: bytes) -> None:
+        """Hand out what came."""
+        try:
+            replies = self._core.receive(data)
+        except BadMessage as error:
+            self.end(ConnectionLost(peer=self.peer, operation="reading", why=str(error)))
+            return
+        for reply in replies:
+            if reply.number:
+                future = self._waiting.pop(reply.number, None)
+                if future is not None and not future.done():
+                    future.set_result(reply)
+            elif reply.status:
+                number, revision, key, value = reply.result
+                if number in self._watches:
+                    self._watches[number].put_nowait(Change(key, value, revision))
+            elif self._welcome is not None and not self._welcome.done():
+                self._welcome.set_result(reply)
+
+    def cut(self, link: _Link) -> None:
+        """Mend a lost connection, unless it was let go."""
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_exception(ConnectionError("the server closed it"))
+        if link is self._link and self.over is None:
+            self._transport = self._link = None
+            self._mending = asyncio.ensure_future(self._mend())
+
+    async def _mend(self) -> None:
+        try:
+            await self.open(Deadline(self._grace_s))
+        except ConnectFailed as error:
+            self.end(SessionLost(peer=self.peer, why=f"cut for {self._grace_s:g} s; {error}"))
+        except Unsupported:
+            self.end(ServerRestarted(peer=self.peer, why="a PyTorch server answers there now"))
+        except RallypointError as error:
+            self.end(error)
+
+    async def ask(self, kind: type[Request], *arguments: Any, number: list[int] | None = None) -> Reply:
+        """Send a request and wait for its answer; cancelled, take it back."""
+        if self.over is not None:
+            raise copy.copy(self.over)
+        mine, request = self._core.ask(kind, *arguments)
+        if number is not None:
+            number.append(mine)
+        future = self._waiting[mine] = asyncio.get_running_loop().create_future()
+        if self._transport is not None:
+            self._transport.write(request)
+        try:
+            return await future
+        except asyncio.CancelledError:
+            self._waiting.pop(mine, None)
+            self._core.forget(mine)
+            if self.over is None:
+                _, request = self._core.ask(native.Drop, mine)
+                if self._transport is not None:
+                    self._transport.write(request)
+            raise
+
+    def end(self, reason: RallypointError) -> None:
+        """Refuse every further call, and end those under way."""
+        self.over = self.over or reason
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(copy.copy(self.over))
+        self._waiting.clear()
+        for queue in self._watches.values():
+            queue.put_nowait(None)
+        if self._transport is not None:
+            self._transport.close()
+        if self._mending is not None and self._mending is not asyncio.current_task():
+            self._mending.cancel()
+
+    def close(self) -> None:
+        """Say goodbye and end."""
+        if self.over is None and self._transport is not None:
+            self._transport.write(self._core.ask(native.Bye)[1])
+        self.end(StoreClosed(store=f"tcp://{self.peer}"))
+
+
+class AsyncStore(View):
+    """A store whose calls are awaited; names and meaning are those of `Store`."""
+
+    def __init__(self, session: _Session, prefix: bytes, timeout_s: float) -> None:
+        super().__init__(f"tcp://{session.peer}", b"/", prefix, timeout_s)
+        self._session = session
+
+    async def set(self, key: str, value: str | bytes) -> None:
+        """Write a value."""
+        await self._ask(native.Set, self._name(key), self._value(key, value))
+
+    async def get(self, key: str, timeout: Timeout | None = None) -> bytes:
+        """Return a value, waiting until the key exists."""
+        return bytes((await self._wait("get", [key], timeout, native.Get, self._name(key)))[0])
+
+    async def add(self, key: str, amount: int) -> int:
+        """Add to a counter and return its new value."""
+        return int(await self._ask(native.Add, self._name(key), whole_amount(key, amount)))
+
+    async def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
+        """Write if the value is the expected one; return the value after the call, as PyTorch does."""
+        expected, desired = self._value(key, expected_value), self._value(key, desired_value)
+        return bytes(await self._ask(native.CompareSet, self._name(key), expected, desired))
+
+    async def swap(self, key: str, expected: str | bytes | None, desired: str | bytes) -> Swap:
+        """Write if the value is the expected one (None: if there is no such key); return (won, value now)."""
+        wanted = None if expected is None else self._value(key, expected)
+        return Swap(*await self._ask(native.Swap, self._name(key), wanted, self._value(key, desired)))
+
+    async def append(self, key: str, value: str | bytes) -> None:
+        """Add bytes to the end of a value."""
+        await self._ask(native.Append, self._name(key), self._value(key, value))
+
+    async def check(self, keys: Sequence[str]) -> bool:
+        """Say whether all of the keys exist now."""
+        return bool(await self._ask(native.Check, self._names(keys)))
+
+    async def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Return when all of the keys exist at once."""
+        await self._wait("wait", keys, timeout, native.Wait, self._names(keys))
+
+    async def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
+        """Return the values of all the keys as of one moment, waiting until all exist."""
+        return list(await self._wait("multi_get", keys, timeout, native.MultiGet, self._names(keys)))
+
+    async def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
+        """Write all the pairs as one change."""
+        await self._ask(native.MultiSet, self._pairs(keys, values))
+
+    async def delete_key(self, key: str) -> bool:
+        """Delete a key, and say whether it was there."""
+        return bool(await self._ask(native.Delete, self._name(key)))
+
+    async def delete_prefix(self, prefix: str) -> int:
+        """Delete every key and queue whose name starts with `prefix`; return how many there were."""
+        return int(await self._ask(native.DeletePrefix, self._name(prefix)))
+
+    async def num_keys(self) -> int:
+        """Count the keys; through a prefix, those under it."""
+        return int(await self._ask(native.Count, self._prefix if self._prefix != self._root else b""))
+
+    async def list_keys(self) -> list[str]:
+        """List the keys; through a prefix, those under it, without it."""
+        return [name[len(self._prefix) :].decode() for name in await self._ask(native.List, self._prefix)]
+
+    async def queue_push(self, key: str, value: str | bytes) -> None:
+        """Put an item at the end of a queue."""
+        await self._ask(native.Push, self._name(key), self._value(key, value))
+
+    async def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
+        """Take the first item of a queue, waiting in line for it, or (not `block`) raise QueueEmpty."""
+        if block:
+            return bytes(await self._wait("queue_pop", [key], timeout, native.Take, self._name(key)))
+        item = await self._ask(native.Pop, self._name(key))
+        if item is None:
+            raise QueueEmpty(key=key, store=self._label)
+        return bytes(item)
+
+    async def queue_len(self, key: str) -> int:
+        """Count the items of a queue."""
+        return int(await self._ask(native.QueueLen, self._name(key)))
+
+    async def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Return when `world_size` callers have come to this key."""
+        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), world_size)
+
+    async def lease(self, key: str, value: str | bytes) -> None:
+        """Write a key that vanishes with this store's session."""
+        await self._ask(native.Lease, self._name(key), self._value(key, value), 0.0)
+
+    async def watch(self, prefix: str = "") -> AsyncIterator[Change]:
+        """Yield every change of a key that starts with `prefix`, from the first `anext` on, until closed."""
+        session, number = self._session, []  # type: tuple[_Session, list[int]]
+        queue: asyncio.Queue[Change | None] = asyncio.Queue()
+        asking = asyncio.ensure_future(session.ask(native.Watch, self._name(prefix), number=number))
+        try:
+            await asyncio.sleep(0)
+            session._watches[number[0]] = queue
+            await asking
+            while (change := await queue.get()) is not None:
+                yield change._replace(key=self._unname(cast(bytes, change.key)))
+            raise copy.copy(cast(RallypointError, session.over))
+        finally:
+            session._watches.pop(number[0], None)
+            if session.over is None:
+                with contextlib.suppress(RallypointError):
+                    await session.ask(native.Drop, number[0])
+
+    async def close(self) -> None:
+        """End the session: leases are given up, waiting calls raise StoreClosed."""
+        self._session.close()
+
+    async def __aenter__(self: _Self) -> _Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def _ask(self, kind: type[Request], *arguments: Any) -> Any:
+        return self._result(await self._session.ask(kind, *arguments))
+
+    async def _wait(
+        self, operation: str, keys: Sequence[str], timeout: Timeout | None, kind: type[Request], *arguments: Any
+    ) -> Any:
+        deadline = self._deadline(timeout)
+        outcome = self._result(await self._session.ask(kind, *arguments, deadline.timeout_s))
+        if isinstance(outcome, TimedOut):
+            raise self._timed_out(operation, keys, self._unnamed(outcome.missing), deadline)
+        return outcome
+
+    def _result(self, reply: Reply) -> Any:
+        if reply.status == Status.OK:
+            return reply.result
+        if reply.status == Status.TIMED_OUT:
+            return TimedOut(tuple(reply.result))
+        raise error_of(reply, self._label)
