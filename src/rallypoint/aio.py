@@ -135,16 +135,20 @@ class _Session:
             self.end(ConnectionLost(peer=self.peer, operation="reading", why=str(error)))
             return
         for reply in replies:
+            if self._welcome is not None and not self._welcome.done():
+                self._welcome.set_result(reply)
+                continue
+            if not self._core.expects(reply):
+                continue
+            self._core.settle(reply)
             if reply.number:
                 future = self._waiting.pop(reply.number, None)
                 if future is not None and not future.done():
                     future.set_result(reply)
-            elif reply.status:
+            else:
                 number, revision, key, value = reply.result
                 if number in self._watches:
                     self._watches[number].put_nowait(Change(key, value, revision))
-            elif self._welcome is not None and not self._welcome.done():
-                self._welcome.set_result(reply)
 
     def cut(self, link: _Link) -> None:
         """Mend a lost connection, unless it was let go."""
@@ -175,7 +179,8 @@ class _Session:
         if self._transport is not None:
             self._transport.write(request)
         try:
-            return await future
+            reply: Reply = await future
+            return reply
         except asyncio.CancelledError:
             self._waiting.pop(mine, None)
             self._core.forget(mine)

@@ -340,25 +340,28 @@ class Client:
         return number, request
 
     def receive(self, data: bytes) -> list[Reply]:
-        """Take what came; return replies to open requests, and pushes that were not seen before, in order."""
+        """Take what came; return what is in it, in order. Each is to be settled once it was delivered."""
         payload = whole(data) if not self._frames.held else None
         payloads = self._frames.feed(data) if payload is None else (payload,)
-        return [reply for reply in map(self._read, payloads) if reply is not None]
+        return [self._read(payload) for payload in payloads]
 
-    def _read(self, payload: bytes) -> Reply | None:
+    def _read(self, payload: bytes) -> Reply:
+        self._unconfirmed += 1 + (len(payload) >> 14)
         try:
-            reply = Reply(*_decode(payload))
+            return Reply(*_decode(payload))
         except (msgspec.MsgspecError, TypeError) as error:
             raise BadMessage(f"the server said what makes no sense: {error}") from None
-        self._unconfirmed += 1 + (len(payload) >> 14)
-        number = reply.number
-        if number:
-            return reply if self._open.pop(number, None) is not None else None  # a cut may make it come twice
-        if reply.status:
-            if reply.status <= self._pushes_seen:
-                return None
+
+    def expects(self, reply: Reply) -> bool:
+        """Say whether a reply is new; a cut may make answers and pushes come twice."""
+        return reply.number in self._open if reply.number else reply.status > self._pushes_seen
+
+    def settle(self, reply: Reply) -> None:
+        """Note that a reply was delivered: its request is not repeated, and its push not sent again."""
+        if reply.number:
+            self._open.pop(reply.number, None)
+        else:
             self._pushes_seen = reply.status
-        return reply
 
     def forget(self, number: int) -> None:
         """Take a request off the list of those to repeat."""

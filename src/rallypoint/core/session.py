@@ -299,27 +299,24 @@ class Sessions:
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
 
-    def enter(self, hello: Hello, link: object, new_id: bytes) -> tuple[Session | None, object, bytes]:
-        """Open or resume a session on a connection; return it, the connection it had before, and what to answer."""
+    def enter(self, hello: Hello, link: object, new_id: bytes) -> tuple[Session | None, bytes]:
+        """Open or resume a session on a connection, from whichever carried it before; return it and what to answer."""
         if hello.version != native.VERSION:
             why = f"version {hello.version} of the protocol is not spoken here, only {native.VERSION}"
-            return None, None, frame((0, Status.REFUSED, (self.identity, why)))
+            return None, frame((0, Status.REFUSED, (self.identity, why)))
         session = self._sessions.get(hello.session)
         if hello.session and session is None:
-            return (
-                None,
-                None,
-                frame((0, Status.REFUSED, (self.identity, "no such session: it ended, or is another server's"))),
-            )
-        before, unseen = None, b""
+            why = "it knows no such session, which has ended or was another server's"
+            return None, frame((0, Status.REFUSED, (self.identity, why)))
+        unseen = b""
         if session is None:
             session = self._sessions[new_id] = Session(self._engine, new_id, hello.name)
         else:
-            before, unseen = session.link, session.resume(hello.pushes_seen)
+            unseen = session.resume(hello.pushes_seen)
             self._away.pop(session, None)
         session.link = link
         welcome = Welcome(native.VERSION, self.identity, session.id, self.grace_s, bool(hello.session))
-        return session, before, frame((0, Status.OK, welcome)) + unseen
+        return session, frame((0, Status.OK, welcome)) + unseen
 
     def cut(self, session: Session, link: object, now: float) -> None:
         """Note that a connection is gone: its session is away, unless another connection carries it already."""
@@ -356,13 +353,10 @@ class Sessions:
 class Caller:
     """One connection of ours, behind the preface: its greeting, then its session's requests."""
 
-    __slots__ = ("_backlog", "_frames", "_link", "_new_id", "_sessions", "held", "replaced", "session")
+    __slots__ = ("_backlog", "_frames", "_link", "_new_id", "_sessions", "held", "session")
 
     def __init__(self, sessions: Sessions, link: object, limit: int, new_id: bytes) -> None:
         self.session: Session | None = None
-        self.replaced: object = None
-        """The connection that carried the session before; the host should hang it up."""
-
         self._sessions = sessions
         self._link = link
         self._new_id = new_id
@@ -401,13 +395,33 @@ class Caller:
 
     def _request(self, payload: bytes, now: float) -> bytes:
         session = self.session
+        if session is None:
+            return self._greet(payload)
+        if session.link is not self._link:
+            raise BadMessage("another connection carries its session now")
+        if session.overdue:
+            raise BadMessage(session.overdue)
         try:
-            if session is None:
-                hello = _decode_hello(payload)
-                self.session, self.replaced, reply = self._sessions.enter(hello, self._link, self._new_id)
-                return reply
-            if session.overdue:
-                raise BadMessage(session.overdue)
-            return session.request(_decode(payload), now)
+            request = _decode(payload)
         except msgspec.MsgspecError as error:
-            raise BadMessage(f"not a request: {error}") from None
+            return _misunderstood(payload, error)
+        return session.request(request, now)
+
+    def _greet(self, payload: bytes) -> bytes:
+        try:
+            hello = _decode_hello(payload)
+        except msgspec.MsgspecError as error:
+            raise BadMessage(f"not a greeting: {error}") from None
+        self.session, reply = self._sessions.enter(hello, self._link, self._new_id)
+        return reply
+
+
+def _misunderstood(payload: bytes, error: msgspec.MsgspecError) -> bytes:
+    """Refuse a request that makes no sense here, if it has a number; without one there is nobody to answer."""
+    try:
+        _, number, *_ = msgspec.msgpack.decode(payload)
+    except (msgspec.MsgspecError, TypeError, ValueError):
+        number = None
+    if not isinstance(number, int) or number <= 0:
+        raise BadMessage(f"not a request: {error}")
+    return frame((number, Status.ERROR, ("Misunderstood", {"why": str(error)})))

@@ -57,6 +57,15 @@ KEEP_S = 0.25
 LEAST_TTL_S = 1.0
 """The fastest heartbeat that the keeper can be trusted with."""
 
+LEAST_PATIENCE_S = 10.0
+"""How long a server may take to answer, however short the store's timeout is."""
+
+FOREVER_S = 1e9
+"""The longest wait that is asked of a server."""
+
+MENDS = 5
+"""How many cuts in a row, with no answer in between, are taken for bad luck."""
+
 WINDOW = 512
 """How many requests of a pipeline are under way at once."""
 
@@ -112,6 +121,7 @@ class SessionBackend(Backend):
     def __init__(self, host: str, port: int, timeout_s: float, name: str) -> None:
         self.name = f"tcp://{net.Endpoint(host, port)}"
         self.host, self.port, self.timeout_s = host, port, timeout_s
+        self._patience_s = max(timeout_s, LEAST_PATIENCE_S)
         self._peer = str(net.Endpoint(host, port))
         self._begin(name, Deadline(timeout_s))
 
@@ -123,6 +133,7 @@ class SessionBackend(Backend):
         self._core = Client(name, MAX_FRAME_BYTES)
         self._grace_s = 0.0
         self._beat_s = float("inf")
+        self._mended = 0
         self._socket = self._connect(deadline)
         threading.Thread(target=_keep, args=[weakref.ref(self)], name=f"keeper of {self.name}", daemon=True).start()
 
@@ -216,10 +227,11 @@ class SessionBackend(Backend):
         return SessionBackend(self.host, self.port, self.timeout_s, self._core.name)
 
     def close(self) -> None:
-        if self._over is None and os.getpid() == self._pid:
-            with contextlib.suppress(OSError, RallypointError), self._sender:
+        if self._over is None and os.getpid() == self._pid and self._sender.acquire(timeout=1.0):
+            with contextlib.suppress(OSError, RallypointError):
                 self._socket.settimeout(1.0)
                 self._socket.sendall(self._number(native.Bye, _Slot())[1])
+            self._sender.release()
         self._end(StoreClosed(store=self.name))
 
     def __del__(self) -> None:
@@ -232,14 +244,16 @@ class SessionBackend(Backend):
         """Send a request and wait for its answer, which the server owes us once `wait_s` have passed."""
         if os.getpid() != self._pid:
             self._after_fork()
-        slot = _Slot()
-        deadline = Deadline(self.timeout_s if wait_s is None else self.timeout_s + wait_s)
+        slot, number = _Slot(), 0
+        deadline = Deadline(self._patience_s)
         if wait_s is not None:
+            wait_s = min(wait_s, FOREVER_S)
             arguments = (*arguments, wait_s)
-        with self._sender:
-            number, request = self._number(kind, slot, *arguments)
-            self._send(request)
+            deadline = Deadline(self._patience_s + wait_s)
         try:
+            with self._sender:
+                number, request = self._number(kind, slot, *arguments)
+                self._send(request)
             answer = self._await(slot, deadline, operation)
         except BaseException:
             self._abandon(number)
@@ -255,7 +269,7 @@ class SessionBackend(Backend):
         if os.getpid() != self._pid:
             self._after_fork()
         slots = [_Slot() for _ in calls]
-        deadline = Deadline(self.timeout_s)
+        deadline = Deadline(self._patience_s)
         with self._sender:
             asked = [self._number(kind, slot, *args) for (kind, args), slot in zip(calls, slots, strict=True)]
             self._send(b"".join(request for _, request in asked))
@@ -283,6 +297,9 @@ class SessionBackend(Backend):
                 self._socket.sendall(request[sent:])
         except OSError:
             self._socket.close()
+        except BaseException:  # Ctrl-C between the bytes of a request: what follows would make no sense
+            self._socket.close()
+            raise
 
     def _result(self, reply: Reply | Event | RallypointError) -> Any:
         assert isinstance(reply, Reply)
@@ -294,6 +311,8 @@ class SessionBackend(Backend):
 
     def _abandon(self, number: int) -> None:
         """After Ctrl-C: nobody will take this answer. The server stops waiting, and takes back what it gave."""
+        if not number:
+            return
         with contextlib.suppress(OSError, RallypointError), self._sender:
             with self._lock:
                 self._core.forget(number)
@@ -376,16 +395,21 @@ class SessionBackend(Backend):
             self._socket.send(native.frame(native.Beat(0)))
 
     def _hand_out(self, data: bytes) -> None:
-        with self._lock:
-            try:
+        """Deliver what came; what an interruption leaves undelivered comes again after the cut that it makes."""
+        try:
+            with self._lock:
                 for reply in self._core.receive(data):
+                    self._mended = 0
                     self._deliver(reply)
-                return
-            except BadMessage as error:
-                broken = ConnectionLost(peer=self._peer, operation="reading", why=str(error))
-        self._end(broken)
+        except BadMessage as error:
+            self._end(ConnectionLost(peer=self._peer, operation="reading", why=str(error)))
+        except BaseException:
+            self._socket.close()
+            raise
 
     def _deliver(self, reply: Reply) -> None:
+        if not self._core.expects(reply):
+            return
         if reply.number:
             slot = self._slots.get(reply.number)
             if slot is not None:
@@ -395,6 +419,7 @@ class SessionBackend(Backend):
             slot = self._slots.get(number)
             if slot is not None:
                 slot.give(Event(revision, key, value))
+        self._core.settle(reply)
 
     # The connection
 
@@ -425,24 +450,30 @@ class SessionBackend(Backend):
 
     def _greet(self, sock: socket.socket) -> None:
         with self._lock:
-            sock.sendall(self._core.greet())
+            hello = self._core.greet()
+        sock.sendall(hello)
         replies: list[Reply] = []
         while not replies:
+            data = _some(sock)
             with self._lock:
-                replies = self._core.receive(_some(sock))
-        first, *rest = replies
+                replies = self._core.receive(data)
         with self._lock:
-            self._grace_s = welcomed(self._core, first, self._peer)
-            sock.sendall(self._core.repeat())
-            for reply in rest:
+            self._grace_s = welcomed(self._core, replies[0], self._peer)
+            repeated = self._core.repeat()
+            for reply in replies[1:]:
                 self._deliver(reply)
+        sock.sendall(repeated)
 
     def _mend(self) -> None:
         """After a cut: resume within the grace, or end. The reader's lock is held."""
         deadline = Deadline(self._grace_s)
+        self._mended += 1
         with self._sender:
             self._socket.close()
             try:
+                if self._mended > MENDS:
+                    why = f"it was cut {MENDS} times in a row, without an answer in between"
+                    raise ConnectionLost(peer=self._peer, operation="reconnecting", why=why)
                 while self._over is None:
                     try:
                         self._socket = self._connect(deadline)
