@@ -1,0 +1,119 @@
+"""A proxy that cuts connections where it is told to: after so many bytes one way or the other, or all of them now.
+
+Bytes pass through in pieces as they come; the piece in which the cut falls is passed on up to exactly that byte, and then
+both sides see the connection end. Runs in threads of the test's own process, on loopback.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+
+UP, DOWN = "up", "down"  # from the client to the server, and back
+
+
+class Cutter:
+    """A proxy in front of a port; a context manager."""
+
+    def __init__(self, port: int) -> None:
+        self._target = port
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
+        self.port: int = self._listener.getsockname()[1]
+        self._lock = threading.Lock()
+        self._pairs: set[tuple[socket.socket, socket.socket]] = set()
+        self._left: dict[str, int | None] = {UP: None, DOWN: None}
+        self.passed = {UP: 0, DOWN: 0}
+        self.refusing = False
+        self.cut = threading.Event()
+        self.connections = 0
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def __enter__(self) -> Cutter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+        self.cut_all()
+
+    def arm(self, way: str, after: int) -> None:
+        """Cut the connection when so many more bytes have gone this way; once."""
+        with self._lock:
+            self._left[way] = after
+            self.cut.clear()
+        if after == 0 and way == UP:
+            self.cut_all()
+
+    def disarm(self) -> None:
+        """Forget a cut that was not reached."""
+        with self._lock:
+            self._left = {UP: None, DOWN: None}
+
+    def cut_all(self) -> None:
+        """Cut every connection now."""
+        with self._lock:
+            self._left = {UP: None, DOWN: None}
+            pairs, self._pairs = self._pairs, set()
+        for pair in pairs:
+            _end(pair)
+        self.cut.set()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            try:
+                if self.refusing:
+                    raise ConnectionError
+                server = socket.create_connection(("127.0.0.1", self._target), timeout=10)
+            except OSError:
+                client.close()
+                continue
+            for sock in (client, server):
+                sock.settimeout(None)
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            pair = (client, server)
+            with self._lock:
+                self._pairs.add(pair)
+            threading.Thread(target=self._pump, args=(UP, client, server, pair), daemon=True).start()
+            threading.Thread(target=self._pump, args=(DOWN, server, client, pair), daemon=True).start()
+
+    def _pump(self, way: str, source: socket.socket, sink: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(65536):
+                with self._lock:
+                    left = self._left[way]
+                    last = left is not None and len(data) >= left
+                    data = data[:left] if last else data
+                    self.passed[way] += len(data)
+                    if left is not None:
+                        self._left[way] = None if last else left - len(data)
+                    if last:
+                        self._pairs.discard(pair)
+                sink.sendall(data)
+                if last:
+                    break
+        with self._lock:
+            self._pairs.discard(pair)
+        _end(pair)
+        if way:
+            self.cut.set()
+
+
+def _end(pair: tuple[socket.socket, socket.socket]) -> None:
+    """Let both sides see the end, after what was passed on."""
+    for sock in pair:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
+    for sock in pair:
+        sock.close()
+
+
+def reset(sock: socket.socket) -> None:
+    """Close by a reset, as a vanished process's kernel does when data is unread."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    sock.close()
