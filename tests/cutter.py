@@ -82,7 +82,9 @@ class Cutter:
             threading.Thread(target=self._pump, args=(UP, client, server, pair), daemon=True).start()
             threading.Thread(target=self._pump, args=(DOWN, server, client, pair), daemon=True).start()
 
-    def _pump(self, way: str, source: socket.socket, sink: socket.socket, pair: tuple[socket.socket, socket.socket]) -> None:
+    def _pump(
+        self, way: str, source: socket.socket, sink: socket.socket, pair: tuple[socket.socket, socket.socket]
+    ) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(65536):
                 with self._lock:

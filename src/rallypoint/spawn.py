@@ -23,6 +23,8 @@ from rallypoint.errors import ServerFailed
 
 __all__ = ["Server"]
 
+STATISTICS_S = 30.0
+
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.process import main; main()"
 
 
@@ -63,6 +65,19 @@ class Server:
     def running(self) -> bool:
         """Say whether the child is still there."""
         return self._child.poll() is None
+
+    def statistics(self) -> dict[str, Any]:
+        """Return what the server holds now: counts, and who is connected, has a session, and waits for what."""
+        from http.client import HTTPConnection
+
+        host, port = net.parse_endpoint(self.url.partition("//")[2], self.port)
+        connection = HTTPConnection(host, port, timeout=STATISTICS_S)
+        try:
+            connection.request("GET", "/statistics")
+            facts: dict[str, Any] = json.load(connection.getresponse())
+            return facts
+        finally:
+            connection.close()
 
     def close(self) -> None:
         """End the server and free its port; harmless when it is closed already."""

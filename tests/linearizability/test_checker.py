@@ -8,7 +8,10 @@ from .checker import FOREVER, Operation, check
 
 
 def history(*rows):
-    return [Operation(process, kind, "k", args, result, called, returned) for process, kind, args, result, called, returned in rows]
+    return [
+        Operation(process, kind, "k", args, result, called, returned)
+        for process, kind, args, result, called, returned in rows
+    ]
 
 
 POSSIBLE = {
@@ -24,7 +27,9 @@ POSSIBLE = {
         ("a", "set", (b"1",), None, 0, FOREVER), ("b", "get", (), None, 1, 2), ("b", "get", (), b"1", 3, 4)
     ),
     "items come in order": history(
-        ("a", "push", (b"1",), None, 0, 1), ("a", "push", (b"2",), None, 2, 3), ("b", "pop", (), b"1", 4, 5),
+        ("a", "push", (b"1",), None, 0, 1),
+        ("a", "push", (b"2",), None, 2, 3),
+        ("b", "pop", (), b"1", 4, 5),
         ("c", "pop", (), b"2", 4, 5),
     ),
     "one of two swaps wins": history(
@@ -40,8 +45,11 @@ IMPOSSIBLE = {
         ("a", "set", (b"1",), None, 0, 1), ("a", "set", (b"2",), None, 2, 3), ("b", "get", (), b"1", 4, 5)
     ),
     "a lost write appears, vanishes and appears": history(
-        ("a", "set", (b"1",), None, 0, FOREVER), ("b", "get", (), b"1", 1, 2), ("c", "set", (b"2",), None, 3, 4),
-        ("b", "get", (), b"2", 5, 6), ("b", "get", (), b"1", 7, 8),
+        ("a", "set", (b"1",), None, 0, FOREVER),
+        ("b", "get", (), b"1", 1, 2),
+        ("c", "set", (b"2",), None, 3, 4),
+        ("b", "get", (), b"2", 5, 6),
+        ("b", "get", (), b"1", 7, 8),
     ),
     "two pops take one item": history(
         ("a", "push", (b"1",), None, 0, 1), ("b", "pop", (), b"1", 2, 3), ("c", "pop", (), b"1", 2, 3)

@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rallypoint.core.c10d import BadMessage, Conversation
 from rallypoint.core.native import ACCEPTED, PREFACE
+from rallypoint.core.records import show
 from rallypoint.core.session import Caller
 
 if TYPE_CHECKING:
@@ -116,6 +117,12 @@ class Connection(asyncio.Protocol):
         """Return the peer's address."""
         address = self._transport.get_extra_info("peername")
         return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
+
+    def describe(self) -> dict[str, Any]:
+        """Return who this is, which protocol it speaks, and what it waits for."""
+        speaks = {Caller: "rallypoint", Conversation: "torch", type(None): "nothing yet"}.get(type(self.face), "http")
+        waits_for = self.face.waits_for if isinstance(self.face, Conversation) else ()
+        return {"peer": self.who(), "speaks": speaks, "waits_for": [show(key) for key in waits_for[:100]]}
 
     # Inside
 

@@ -12,10 +12,12 @@ import secrets
 import socket
 import time
 from collections.abc import Sequence
+from typing import Any
 
 from rallypoint import net
 from rallypoint.core.c10d import Conversation
 from rallypoint.core.engine import Engine
+from rallypoint.core.records import show
 from rallypoint.core.session import Session, Sessions
 from rallypoint.server.connection import Connection
 from rallypoint.server.settings import Settings
@@ -28,6 +30,9 @@ BACKLOG = 4096
 """How many connections may queue up to be accepted; the kernel has a limit of its own beside."""
 
 SWEEP_S = 1.0
+SHOWN = 100
+"""How many keys of one client the statistics name."""
+
 COMPLAINTS_KEPT = 1024
 """How many peers' complaints are remembered, so that each is logged once."""
 
@@ -71,8 +76,8 @@ class House:
             connection.close()
         await asyncio.sleep(0)
 
-    def statistics(self) -> dict[str, object]:
-        """Return what the server holds now, by name."""
+    def statistics(self) -> dict[str, Any]:
+        """Return what the server holds now, by name: numbers, then who is connected, then who has a session."""
         engine = self.engine.statistics()
         return {
             "uptime_s": round(time.monotonic() - self.started_at, 1),
@@ -80,9 +85,13 @@ class House:
             "keys": engine.keys,
             "queues": engine.queues,
             "waiting": engine.waiters,
+            "watches": engine.watches,
+            "leased_keys": engine.leased_keys,
             "bytes": engine.size + self._held,
             "max_bytes": self.settings.max_memory,
             "revision": engine.revision,
+            "clients": [connection.describe() for connection in self._connections],
+            "sessions": [_describe(session) for session in self.sessions],
         }
 
     # What connections call
@@ -152,3 +161,12 @@ class House:
         self.engine.sweep_turns()
         self.deliver()
         asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+
+def _describe(session: Session) -> dict[str, Any]:
+    return {
+        "name": session.name,
+        "here": session.link is not None,
+        "waits_for": [show(key) for key in session.waits_for[:SHOWN]],
+        "leases": [show(key) for key in session.leases[:SHOWN]],
+    }

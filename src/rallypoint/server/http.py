@@ -1,11 +1,12 @@
 """The server's face for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
 
-`GET /healthz` answers "ok" while the server serves. `GET /` is a plain page that says what this is and what it holds.
+`GET /healthz` answers "ok" while the server serves, `GET /statistics` what it holds and who is here, as JSON. `GET /` is a plain page that says what this is and what it holds.
 """
 
 from __future__ import annotations
 
 import html
+import json
 from typing import TYPE_CHECKING
 
 import h11
@@ -88,8 +89,10 @@ class WebFace:
             return 405, "text/plain", b"only GET and HEAD are answered here\n"
         if path == b"/healthz":
             return 200, "text/plain", b"ok\n"
+        if path == b"/statistics":
+            return 200, "application/json", json.dumps(self._house.statistics()).encode()
         if path == b"/":
-            facts = self._house.statistics().items()
+            facts = [(name, fact) for name, fact in self._house.statistics().items() if not isinstance(fact, list)]
             rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts)
             return 200, "text/html", _PAGE.format(rows=rows).encode()
-        return 404, "text/plain", b"nothing here: try / or /healthz\n"
+        return 404, "text/plain", b"nothing here: try /, /healthz or /statistics\n"

@@ -424,29 +424,44 @@ class SessionBackend(Backend):
     # The connection
 
     def _connect(self, deadline: Deadline) -> socket.socket:
-        """Connect, say hello, and repeat what a cut left open; raise what ends the session for good."""
-        sock = net.connect(self.host, self.port, deadline)
+        """Connect, say hello, and repeat what a cut left open; try again until the deadline if that is cut, too.
+
+        Raises ConnectFailed, or what ends the session for good.
+        """
+        pause_s = 0.01
+        while True:
+            sock = net.connect(self.host, self.port, deadline)
+            try:
+                sock.settimeout(max(deadline.remaining(), 0.1))
+                self._introduce(sock, deadline)
+                sock.settimeout(None)
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
+                return sock
+            except NotOurs:
+                raise
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, OSError) or isinstance(error, RallypointError):
+                    raise
+                if deadline.expired():
+                    raise self._unreached(error.strerror or str(error), deadline) from None
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(2 * pause_s, 0.5)
+
+    def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
+        sock.sendall(PREFACE)
+        answer = _exactly(sock, len(ACCEPTED))
+        if answer == PREFACE[-len(ACCEPTED) :]:
+            raise NotOurs(sock)
+        if answer != ACCEPTED:
+            raise self._unreached(f"not a store: it answered {answer!r}", deadline)
         try:
-            sock.settimeout(max(deadline.remaining(), 0.1))
-            sock.sendall(PREFACE)
-            answer = _exactly(sock, len(ACCEPTED))
-            if answer != ACCEPTED:
-                if answer == PREFACE[-4:]:
-                    raise NotOurs(sock)
-                raise ConnectionError(f"not a store: it answered {answer!r}")
             self._greet(sock)
-            sock.settimeout(None)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
-        except (NotOurs, SessionLost, ServerRestarted):
-            raise
-        except (OSError, BadMessage) as error:
-            sock.close()
-            why = getattr(error, "strerror", None) or str(error)
-            raise ConnectFailed(peer=self._peer, timeout_s=deadline.timeout_s, tried={self._peer: why}) from None
-        except BaseException:
-            sock.close()
-            raise
-        return sock
+        except BadMessage as error:
+            raise self._unreached(str(error), deadline) from None
+
+    def _unreached(self, why: str, deadline: Deadline) -> ConnectFailed:
+        return ConnectFailed(peer=self._peer, timeout_s=deadline.timeout_s, tried={self._peer: why})
 
     def _greet(self, sock: socket.socket) -> None:
         with self._lock:
@@ -474,16 +489,12 @@ class SessionBackend(Backend):
                 if self._mended > MENDS:
                     why = f"it was cut {MENDS} times in a row, without an answer in between"
                     raise ConnectionLost(peer=self._peer, operation="reconnecting", why=why)
-                while self._over is None:
-                    try:
-                        self._socket = self._connect(deadline)
-                        return
-                    except ConnectFailed as error:
-                        if deadline.expired():
-                            raise SessionLost(peer=self._peer, why=f"cut for {self._grace_s:g} s; {error}") from None
-                        time.sleep(0.01)
+                self._socket = self._connect(deadline)
+                return
+            except ConnectFailed as error:
+                over: RallypointError = SessionLost(peer=self._peer, why=f"cut for {self._grace_s:g} s; {error}")
             except NotOurs:
-                over: RallypointError = ServerRestarted(peer=self._peer, why="a PyTorch server answers there now")
+                over = ServerRestarted(peer=self._peer, why="a PyTorch server answers there now")
             except RallypointError as error:
                 over = error
         if self._over is None:

@@ -1,0 +1,79 @@
+"""One process of a history: runs a random plan on a store, and prints what it asked, what was answered, and when.
+
+    python worker.py NAME URL
+
+Reads one JSON line a history, `[seed, number, operations]`, and answers with one line of the operations it did. Instants
+are of the machine's monotonic clock, which all processes share.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import random
+import sys
+import time
+from typing import Any
+
+import rallypoint
+
+KINDS = ("set", "get", "get", "add", "append", "swap", "delete", "push", "pop", "pop", "length")
+
+
+def text(value: Any) -> Any:
+    """Bytes as JSON can hold them."""
+    if isinstance(value, bytes):
+        return {"bytes": base64.b64encode(value).decode()}
+    return [text(item) for item in value] if isinstance(value, tuple) else value
+
+
+def plan(chance: random.Random, name: str, number: int, place: int) -> tuple[str, str, tuple[Any, ...]]:
+    """Choose an operation: its kind, its key and its arguments. Every written value is unique."""
+    kind = chance.choice(KINDS)
+    key = f"{number}/{chance.choice('ab')}"
+    mark = f"{name}{place}.".encode()
+    if kind in ("push", "pop", "length"):
+        return kind, f"{number}/q", (mark,) if kind == "push" else ()
+    if kind == "add":
+        return kind, f"{number}/count", (chance.choice((1, 1, 10, -1)),)
+    if kind in ("set", "append"):
+        return kind, key, (mark,)
+    if kind == "swap":
+        return kind, key, (chance.choice((None, b"", mark)), mark + b"s")
+    return kind, chance.choice((key, f"{number}/count")) if kind == "get" else key, ()
+
+
+def do(store: rallypoint.Store, kind: str, key: str, arguments: tuple[Any, ...]) -> Any:
+    """Carry out one operation; return what the model would."""
+    try:
+        if kind == "get":
+            return store.get(key, timeout=0)
+        if kind == "pop":
+            return store.queue_pop(key, block=False)
+    except (rallypoint.StoreTimeout, rallypoint.QueueEmpty):
+        return None
+    if kind == "swap":
+        return tuple(store.swap(key, *arguments))
+    method = {"delete": "delete_key", "push": "queue_push", "length": "queue_len"}.get(kind, kind)
+    return getattr(store, method)(key, *arguments)
+
+
+def run(name: str, url: str) -> None:
+    store = rallypoint.connect(url, timeout=60)
+    for line in sys.stdin:
+        seed, number, count = json.loads(line)
+        chance, rows = random.Random(f"{seed} {name}"), []
+        for place in range(count):
+            kind, key, arguments = plan(chance, name, number, place)
+            called, returned, result = time.monotonic(), None, None
+            try:
+                result = do(store, kind, key, arguments)
+                returned = time.monotonic()
+            except rallypoint.NetworkError:  # whether it happened is not known
+                store = rallypoint.connect(url, timeout=60)
+            rows.append([name, kind, key, text(arguments), text(result), called, returned])
+        print(json.dumps(rows), flush=True)
+
+
+if __name__ == "__main__":
+    run(*sys.argv[1:])
