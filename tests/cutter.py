@@ -50,6 +50,11 @@ class Cutter:
         with self._lock:
             self._left = {UP: None, DOWN: None}
 
+    def redirect(self, port: int) -> None:
+        """Send new connections to another port, and cut those there are."""
+        self._target = port
+        self.cut_all()
+
     def cut_all(self) -> None:
         """Cut every connection now."""
         with self._lock:

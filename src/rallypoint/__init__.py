@@ -31,6 +31,8 @@ from rallypoint.errors import (
     QueueEmpty,
     RallypointError,
     ServerFailed,
+    ServerRestarted,
+    SessionLost,
     StoreClosed,
     StoreError,
     StoreFull,
@@ -38,7 +40,7 @@ from rallypoint.errors import (
     Unsupported,
     WorkersMissing,
 )
-from rallypoint.store.base import Change, Lease, Store, Watch
+from rallypoint.store.base import Change, Lease, Pipeline, Store, Watch
 from rallypoint.store.memory import HashStore
 from rallypoint.store.prefix import PrefixStore
 from rallypoint.store.tcp import TCPStore
@@ -62,6 +64,7 @@ __all__ = [
     "Watch",
     "Change",
     "Lease",
+    "Pipeline",
     # the server
     "Server",
     # errors
@@ -79,6 +82,8 @@ __all__ = [
     "NetworkError",
     "ConnectFailed",
     "ConnectionLost",
+    "SessionLost",
+    "ServerRestarted",
     "AddressTaken",
     "ServerFailed",
 ]

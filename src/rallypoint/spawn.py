@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rallypoint import net
-from rallypoint.deadline import Deadline, Timeout
+from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ServerFailed
 
 __all__ = ["Server"]
@@ -31,7 +31,8 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoin
 class Server:
     """A store server in a child process that lives until `close`, or until this process ends.
 
-    `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. Use it as a context manager.
+    `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `grace` is how long a client's
+    session outlives its connection (default 2 s). Use it as a context manager.
     Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
     """
 
@@ -42,12 +43,15 @@ class Server:
         *,
         fd: int | None = None,
         max_memory: int | None = None,
+        grace: Timeout | None = None,
         start_timeout: Timeout = 30.0,
     ) -> None:
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
         settings: dict[str, Any] = {"fds": [sock.fileno() for sock in sockets], "parent_pid": os.getpid()}
         if max_memory is not None:
             settings["max_memory"] = max_memory
+        if grace is not None:
+            settings["grace_s"] = seconds(grace, "grace")
         try:
             self.port: int = sockets[0].getsockname()[1]
             self._child, ready = _start(settings)

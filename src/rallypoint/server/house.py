@@ -159,7 +159,7 @@ class House:
                 break  # the rest came later
             connection.drop(f"said nothing that tells who calls for {self.settings.greeting_s:g} s")
         self.engine.sweep_turns()
-        self.deliver()
+        self.tick()
         asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
 
