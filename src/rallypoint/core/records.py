@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import NamedTuple
 
@@ -100,8 +99,7 @@ Answer = None | bytes | list[bytes] | Turn | TimedOut | Event
 """What a wait ends with, or what a watch delivers."""
 
 
-@dataclass(frozen=True)
-class Statistics:
+class Statistics(NamedTuple):
     """What an engine holds at one moment."""
 
     keys: int
