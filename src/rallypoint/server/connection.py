@@ -83,6 +83,8 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._paused = True
         self._transport.pause_reading()
+        if self.face is not None:
+            self._hold(self.face.held + self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self._paused = False
@@ -97,6 +99,7 @@ class Connection(asyncio.Protocol):
     def drop(self, why: str) -> None:
         """Close the connection because of what the peer did, and say so in the log."""
         self._house.complain(self, why)
+        self._hold(0)
         self._transport.abort()
 
     def close(self) -> None:
@@ -146,5 +149,4 @@ class Connection(asyncio.Protocol):
 
     def _hold(self, amount: int) -> None:
         grown, self._held = amount - self._held, amount
-        if not self._house.hold(grown):
-            self.drop("the server's memory limit is reached")
+        self._house.hold(self, amount, grown)
