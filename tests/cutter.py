@@ -1,7 +1,7 @@
 """A proxy that cuts connections where it is told to: after so many bytes one way or the other, or all of them now.
 
-Bytes pass through in pieces as they come; the piece in which the cut falls is passed on up to exactly that byte, and then
-both sides see the connection end. Runs in threads of the test's own process, on loopback.
+Bytes pass through in pieces as they come; the piece in which the cut falls is passed on up to exactly that byte, and
+then both sides see the connection end. Runs in threads of the test's own process, on loopback.
 """
 
 from __future__ import annotations

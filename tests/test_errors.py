@@ -30,6 +30,7 @@ from rallypoint.errors import (
     StoreFull,
     StoreTimeout,
     Unsupported,
+    WorkersMissing,
 )
 
 
@@ -60,6 +61,18 @@ SAMPLES: list[Sample] = [
         missing=("y", "z"),
         timeout_s=2.5,
         store="memory://1",
+    ),
+    sample(
+        WorkersMissing,
+        ["1 of 3 clients joined tcp://h:1 within 5 s", "missing: rank 1, rank 2", "here: rank 0"],
+        StoreError,
+        TimeoutError,
+        store="tcp://h:1",
+        joined=1,
+        world_size=3,
+        timeout_s=5.0,
+        members=("rank 0",),
+        missing=("rank 1", "rank 2"),
     ),
     sample(QueueEmpty, ["'jobs'", "memory://1", "block=True"], StoreError, key="jobs", store="memory://1"),
     sample(NotAnInteger, ["'n'", "b'twelve'"], StoreError, ValueError, key="n", value=b"twelve"),
@@ -190,6 +203,13 @@ def test_a_long_name_or_value_is_cut_in_the_sentence() -> None:
 def test_one_key_is_not_counted() -> None:
     error = StoreTimeout(operation="get", keys=["k"], missing=["k"], timeout_s=0.0, store="s")
     assert "of 1 keys" not in str(error)
+
+
+def test_a_timeout_may_say_in_other_words_what_is_missing() -> None:
+    error = StoreTimeout(
+        operation="watch", keys=["job/"], missing=["job/"], timeout_s=1.0, store="s", what="no key has changed"
+    )
+    assert "watch timed out after 1 s: no key has changed in s" in str(error)
 
 
 def test_too_many_keys_are_a_sentence_of_their_own() -> None:

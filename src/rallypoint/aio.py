@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 from rallypoint import net
 from rallypoint.core import native
 from rallypoint.core.c10d import BadMessage
-from rallypoint.core.native import ACCEPTED, PREFACE, Client, Reply, Request, Status
+from rallypoint.core.native import ACCEPTED, PREFACE, Client, Reply, Request, Status, error_of
 from rallypoint.core.records import Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import (
@@ -33,7 +33,6 @@ from rallypoint.errors import (
     Unsupported,
 )
 from rallypoint.store.base import Change
-from rallypoint.store.session import MAX_FRAME_BYTES, caller_name, error_of, welcomed
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
 
@@ -85,7 +84,7 @@ class _Session:
     def __init__(self, endpoint: net.Endpoint) -> None:
         self.peer = str(endpoint)
         self._endpoint = endpoint
-        self._core = Client(caller_name(), MAX_FRAME_BYTES)
+        self._core = Client(net.caller_name())
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._watches: dict[int, asyncio.Queue[Change | None]] = {}
         self._transport: asyncio.Transport | None = None
@@ -120,7 +119,7 @@ class _Session:
                 raise Unsupported(operation="asyncio", store=self.peer, why=why)
             self._welcome = loop.create_future()
             transport.write(self._core.greet())
-            self._grace_s = welcomed(self._core, await self._welcome, self.peer)
+            self._grace_s = self._core.welcome(await self._welcome, self.peer)
         except BaseException:
             transport.abort()
             raise

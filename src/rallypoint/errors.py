@@ -65,11 +65,15 @@ def _revive(cls: type[RallypointError], sentence: str, fields: dict[str, Any]) -
     return error
 
 
-def _some(names: Sequence[str]) -> str:
-    """Quote the first few names and count the rest, so that a sentence stays a sentence."""
-    shown = ", ".join(repr(name if len(name) <= 80 else name[:77] + "...") for name in names[:_NAMES_SHOWN])
+def _few(names: Sequence[str]) -> str:
+    """Name the first few and count the rest, so that a sentence stays a sentence."""
     rest = len(names) - _NAMES_SHOWN
-    return f"{shown} and {rest} more" if rest > 0 else shown
+    return ", ".join(names[:_NAMES_SHOWN]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def _some(names: Sequence[str]) -> str:
+    """Quote the first few names, in part where they are long, and count the rest."""
+    return _few([repr(name if len(name) <= 80 else name[:77] + "...") for name in names])
 
 
 class RallypointError(RuntimeError):
@@ -141,8 +145,8 @@ class WorkersMissing(StoreError, TimeoutError):
         members: Sequence[str] = (),
         missing: Sequence[str] = (),
     ) -> None:
-        who = f"; missing: {', '.join(missing)}" if missing else ""
-        here = f"; here: {', '.join(members)}" if members else ""
+        who = f"; missing: {_few(missing)}" if missing else ""
+        here = f"; here: {_few(members)}" if members else ""
         super().__init__(
             f"{joined} of {world_size} clients joined {store} within {timeout_s:g} s{who}{here}. "
             f"Were all of them started, with this address, port and world size?",

@@ -17,6 +17,7 @@ as sessions that came and died; trying them in turn with a bound on each costs a
 from __future__ import annotations
 
 import errno
+import os
 import queue
 import random
 import re
@@ -42,6 +43,7 @@ __all__ = [
     "free_port",
     "connect",
     "keep_alive",
+    "caller_name",
     "raise_file_limit",
 ]
 
@@ -339,6 +341,12 @@ def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
             raise ConnectFailed(peer=str(Endpoint(host, port)), timeout_s=deadline.timeout_s, tried=tried)
         patience_s, pause_s = min(2 * patience_s, _PATIENCE_S[1]), min(2 * pause_s, _PAUSE_S[1])
     return sock
+
+
+def caller_name() -> str:
+    """Return how this process introduces itself, for people who look at a server: host, pid, and rank if known."""
+    rank = os.environ.get("RANK")
+    return f"{socket.gethostname()}:{os.getpid()}" + (f" rank {rank}" if rank else "")
 
 
 def raise_file_limit(wanted: int) -> int:

@@ -8,6 +8,7 @@ Rejected: a thread in this process; a rank busy in Python would stall everyone.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import select
@@ -23,7 +24,11 @@ from rallypoint.errors import ServerFailed
 
 __all__ = ["Server"]
 
+STOP_S = 5.0
+"""How long a child may take to end before it is killed."""
+
 STATISTICS_S = 30.0
+"""How long a server may take to say what it holds."""
 
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.process import main; main()"
 
@@ -46,6 +51,7 @@ class Server:
         grace: Timeout | None = None,
         start_timeout: Timeout = 30.0,
     ) -> None:
+        deadline = Deadline(start_timeout)
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
         settings: dict[str, Any] = {"fds": [sock.fileno() for sock in sockets], "parent_pid": os.getpid()}
         if max_memory is not None:
@@ -56,7 +62,7 @@ class Server:
             self.port: int = sockets[0].getsockname()[1]
             self._child, ready = _start(settings)
             self._finalizer = weakref.finalize(self, _stop, self._child, os.getpid())
-            self.url = self._await_url(ready, Deadline(start_timeout))
+            self.url = self._await_url(ready, deadline)
         finally:
             for sock in sockets:
                 sock.close()
@@ -103,6 +109,9 @@ class Server:
                 if line:
                     return line.decode().strip()
         expired = deadline.expired()
+        if not expired:  # it is on its way out, and its own exit code says more than our signal would
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._child.wait(STOP_S)
         self.close()
         raise ServerFailed(
             pid=self.pid,
@@ -114,25 +123,29 @@ def _start(settings: dict[str, Any]) -> tuple[subprocess.Popen[bytes], int]:
     """Start the child; return it, and where it will write its URL."""
     reader, writer = os.pipe()
     settings = {**settings, "ready_fd": writer}
-    # Isolated, with this process's path: neither the working directory nor the environment can shadow a module.
-    command = [
-        sys.executable,
-        "-I",
-        "-c",
-        _BOOT,
-        json.dumps(sys.path),
-        json.dumps(settings),
-    ]
+    command = [sys.executable, "-I", "-c", _BOOT, json.dumps(_module_path()), json.dumps(settings)]
     try:
         child = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, pass_fds=[*settings["fds"], writer], start_new_session=True
         )
-    except BaseException:
+    except BaseException as error:
         os.close(reader)
+        if isinstance(error, OSError):
+            raise ServerFailed(pid=0, why=f"{sys.executable!r} cannot be run: {error.strerror}") from error
         raise
     finally:
         os.close(writer)
     return child, reader
+
+
+def _module_path() -> list[str]:
+    """Return where the child finds modules: as here, but the library's own come first and the working directory last.
+
+    With `-I` neither that directory nor the environment can then shadow what the server is made of.
+    """
+    library = os.path.dirname(os.__file__)
+    first = (library, os.path.join(library, "lib-dynload"))
+    return sorted(sys.path, key=lambda entry: (entry not in first) + (entry == ""))
 
 
 def _stop(child: subprocess.Popen[bytes], owner_pid: int) -> None:
@@ -141,7 +154,7 @@ def _stop(child: subprocess.Popen[bytes], owner_pid: int) -> None:
         return
     child.terminate()
     try:
-        child.wait(5)
+        child.wait(STOP_S)
     except subprocess.TimeoutExpired:
         child.kill()
         child.wait()

@@ -20,6 +20,7 @@ from rallypoint.errors import NotAnInteger, StoreFull
 
 OWNERS = st.sampled_from(["ann", "bob", "cyd"])
 KEYS = st.sampled_from([b"", b"a", b"b", b"a/x", b"a/y", b"q"])
+QUEUES = st.sampled_from([b"a", b"q"])
 GATES = st.sampled_from([b"gate/1", b"gate/2"])
 VALUES = st.one_of(st.sampled_from([b"", b"0", b"7", b" 12abc", b"-1", b"x"]), st.binary(max_size=40))
 LISTS = st.lists(KEYS, max_size=4)
@@ -148,7 +149,7 @@ class Storm(RuleBasedStateMachine):
 
     # Queues
 
-    @rule(key=KEYS, front=st.booleans())
+    @rule(key=QUEUES, front=st.booleans())
     def push(self, key: bytes, front: bool) -> None:
         self.pushed += 1
         revision = self.engine.revision
@@ -156,7 +157,7 @@ class Storm(RuleBasedStateMachine):
         if self.engine.revision == revision:  # refused: the store is full
             self.taken[b"item %d" % self.pushed] += 1
 
-    @rule(key=KEYS)
+    @rule(key=QUEUES)
     def pop(self, key: bytes) -> None:
         item = self.call(self.engine.queue_pop, key)
         if item is not None:
@@ -174,7 +175,7 @@ class Storm(RuleBasedStateMachine):
         self.ended.discard(owner)
         self.park(self.call(self.engine.wait_values, keys, owner, self.until(duration)))
 
-    @rule(key=KEYS, owner=OWNERS, duration=DURATIONS)
+    @rule(key=QUEUES, owner=OWNERS, duration=DURATIONS)
     def wait_item(self, key: bytes, owner: str, duration: float | None) -> None:
         self.ended.discard(owner)
         outcome = self.call(self.engine.wait_item, key, owner, self.until(duration))
@@ -182,7 +183,7 @@ class Storm(RuleBasedStateMachine):
             self.taken[outcome] += 1
         self.park(outcome)
 
-    @rule(key=KEYS, owner=OWNERS)
+    @rule(key=QUEUES, owner=OWNERS)
     def wait_turn(self, key: bytes, owner: str) -> None:
         self.ended.discard(owner)
         self.park(self.call(self.engine.wait_turn, key, owner))

@@ -98,7 +98,7 @@ class EngineScript:
         return None if following is None else f"next at {following:g}"
 
     def count(self) -> str:
-        held = vars(self.engine.statistics())
+        held = self.engine.statistics()._asdict()
         return ", ".join(f"{n} {what}" for what, n in held.items() if n and what != "revision") or "nothing"
 
     def operation(self, who: str, name: str, *words: str) -> str | None:

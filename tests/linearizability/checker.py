@@ -1,9 +1,9 @@
 """A linearizability checker, after Wing and Gong, with Lowe's memory of the states that were tried.
 
-A history is a list of operations with the instants of their call and return. It is linearizable if every operation can be
-given one instant between the two, such that, done one after the other in that order on a simple model, all return what they
-did. An operation whose caller never learned the outcome (a lost connection) has no return: it may have happened at any time
-after its call, or not at all.
+A history is a list of operations with the instants of their call and return. It is linearizable if every operation
+can be given one instant between the two, such that, done one after the other in that order on a simple model, all
+return what they did. An operation whose caller never learned the outcome (a lost connection) has no return: it may
+have happened at any time after its call, or not at all.
 
 Keys are independent of each other, so each is checked alone: that keeps histories short, and the search small.
 """

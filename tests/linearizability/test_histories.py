@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.cutter import DOWN, UP, Cutter
 
 import rallypoint
-from tests.cutter import DOWN, UP, Cutter
 
 from .checker import FOREVER, Operation, check
 

@@ -2,8 +2,8 @@
 
     python worker.py NAME URL
 
-Reads one JSON line a history, `[seed, number, operations]`, and answers with one line of the operations it did. Instants
-are of the machine's monotonic clock, which all processes share.
+Reads one JSON line a history, `[seed, number, operations]`, and answers with one line of the operations it did.
+Instants are of the machine's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations

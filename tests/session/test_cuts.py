@@ -1,8 +1,8 @@
 """Cut the connection at every byte of every request and of every answer: each operation still happens exactly once.
 
-For each operation, a first run through the proxy measures how many bytes its request and its answer have. Then it is run
-once for every byte of both, with the connection cut right there; the client has to come back, resume and get its answer,
-and the store has to look as if nothing had happened.
+For each operation, a first run through the proxy measures how many bytes its request and its answer have. Then it is
+run once for every byte of both, with the connection cut right there; the client has to come back, resume and get its
+answer, and the store has to look as if nothing had happened.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
+from tests.cutter import DOWN, UP, Cutter
 
 import rallypoint
 from rallypoint import Store, Swap
-from tests.cutter import DOWN, UP, Cutter
 
 DEADLINE_S = 60
 

@@ -1,4 +1,4 @@
-"""Who is alive: leases fall with their process, outlast a cut and a pause, and end when a heart stops or a host vanishes.
+"""Who is alive: leases fall with their process, outlast a cut and a pause, and end when a heart stops.
 
 How long each takes is a figure of the benchmarks; here it only has to happen, or for a while not to.
 """
@@ -12,9 +12,9 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+from tests.cutter import Cutter
 
 import rallypoint
-from tests.cutter import Cutter
 
 DEADLINE_S = 60
 GRACE_S = 0.5
@@ -83,12 +83,15 @@ def test_a_stopped_process_keeps_its_lease_but_not_a_beating_one(
 
 
 def test_a_clean_end_needs_no_grace() -> None:
-    with rallypoint.Server(grace=3600) as server, rallypoint.connect(server.url, timeout=DEADLINE_S) as store:
-        with store.watch() as changes:
-            other = store.clone()
-            other.lease("k", "v")
-            other.close()
-            assert [changes.next().value, changes.next().value] == [b"v", None]
+    with (
+        rallypoint.Server(grace=3600) as server,
+        rallypoint.connect(server.url, timeout=DEADLINE_S) as store,
+        store.watch() as changes,
+    ):
+        other = store.clone()
+        other.lease("k", "v")
+        other.close()
+        assert [changes.next().value, changes.next().value] == [b"v", None]
 
 
 def test_an_idle_client_keeps_its_session_over_a_cut(server: rallypoint.Server, store: rallypoint.Store) -> None:
@@ -129,9 +132,13 @@ def test_a_restarted_server_is_told_apart() -> None:
 
 
 def test_a_session_of_another_server_is_refused_even_by_an_equal_one() -> None:
-    with rallypoint.Server() as one, rallypoint.Server() as other, Cutter(one.port) as cutter:
-        with rallypoint.connect(f"tcp://127.0.0.1:{cutter.port}", timeout=DEADLINE_S) as store:
-            store.set("k", "v")
-            cutter.redirect(other.port)
-            with pytest.raises(rallypoint.ServerRestarted):
-                store.get("k")
+    with (
+        rallypoint.Server() as one,
+        rallypoint.Server() as other,
+        Cutter(one.port) as cutter,
+        rallypoint.connect(f"tcp://127.0.0.1:{cutter.port}", timeout=DEADLINE_S) as store,
+    ):
+        store.set("k", "v")
+        cutter.redirect(other.port)
+        with pytest.raises(rallypoint.ServerRestarted):
+            store.get("k")

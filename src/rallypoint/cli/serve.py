@@ -15,6 +15,7 @@ from rallypoint.server.settings import DEFAULT_PORT, Settings
 __all__ = ["command"]
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
+_LEAST = {"max_memory": 1, "max_connection_memory": 32 * 1024**2}  # the largest request is two of the largest values
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
@@ -22,7 +23,12 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     match = re.fullmatch(r"(\d+)\s*([kmgt]?)(i?b)?", value.strip().lower())
     if not match or int(match[1]) == 0:
         raise click.BadParameter(f"{value!r} is not a size; write bytes, or a number with K, M, G or T")
-    return int(match[1]) * _UNITS[match[2]]
+    size = int(match[1]) * _UNITS[match[2]]
+    if size < _LEAST[str(param.name)]:
+        raise click.BadParameter(
+            f"{value!r} is too little: requests that are allowed need {_LEAST[str(param.name)]} bytes"
+        )
+    return size
 
 
 @click.command(short_help=COMMANDS["serve"])
@@ -47,6 +53,8 @@ def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **op
 
     if fds and (hosts or port is not None):
         raise click.UsageError("--fd is a socket that is bound already; it goes without --host and --port")
+    if len(set(fds)) < len(fds):
+        raise click.UsageError("--fd has the same descriptor more than once")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     settings = Settings(hosts=hosts or ("127.0.0.1",), port=DEFAULT_PORT if port is None else port, fds=fds, **options)
     try:

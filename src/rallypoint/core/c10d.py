@@ -34,6 +34,9 @@ MAGIC = 0x3C85F7CE
 REPLIES_BYTES = 256 * 1024
 """How much is answered before the host must have sent it; then the rest of what came waits."""
 
+FIELD_BYTES = 64
+"""What a field of a message under way costs beside its own bytes; near enough for a limit."""
+
 _U64 = struct.Struct("<Q").unpack_from
 _I64 = struct.Struct("<q").unpack_from
 _LEN = struct.Struct("<Q").pack
@@ -111,18 +114,16 @@ class _Partial:
         self.op = op
         self.fields: list[Any] = []
         self._kinds = _FIELDS[op]
-        self._repeat = 1
+        self._repeat = -1 if self._kinds.startswith("*") else 1
         self._buffer = bytearray()
         self._need = -1  # the length of the string under way, or -1 where its length is yet to come
         self._total = 1
         self._limit = limit
-        if self._kinds.startswith("*"):
-            self._repeat = -1
 
     @property
     def held(self) -> int:
         """How many bytes are held for the message so far."""
-        return self._total
+        return self._total + FIELD_BYTES * len(self.fields)
 
     def feed(self, data: bytes, at: int) -> tuple[int, bool]:
         """Take bytes from `at` on; return where they end, and whether the message is whole."""
@@ -174,19 +175,7 @@ def _fits(kind: str, size: int) -> None:
 class Conversation:
     """The server's end of one PyTorch client's connection; `limit` bounds one request and one answer in bytes."""
 
-    __slots__ = (
-        "__weakref__",
-        "_engine",
-        "_greeted",
-        "_limit",
-        "_owed",
-        "_partial",
-        "_rest",
-        "_turn",
-        "_waiter",
-        "held",
-        "link",
-    )
+    __slots__ = ("_engine", "_greeted", "_limit", "_owed", "_partial", "_rest", "_turn", "_waiter", "held", "link")
 
     def __init__(self, engine: Engine, limit: int, link: object = None) -> None:
         self.link = link
@@ -216,7 +205,7 @@ class Conversation:
         if self._rest:
             data, self._rest = self._rest + data, b""
         replies: list[bytes] = []
-        at, end, self._owed = 0, len(data), 0
+        at, end, told, self._owed = 0, len(data), 0, 0
         try:
             while at < end:
                 if self._owed > REPLIES_BYTES:
@@ -224,6 +213,8 @@ class Conversation:
                     break
                 stop = self._quick(data, at, end, replies) if self._partial is None and self._greeted else 0
                 at = stop or self._collect(data, at, replies)
+                if self._waiter is not None:
+                    told = self._wake_self(told, replies)
         except StoreError as error:
             raise BadMessage(str(error)) from error
         if self.held or self._rest or self._partial is not None:
@@ -261,9 +252,9 @@ class Conversation:
             _fits("k", stop - start)
         if stop > end:
             return 0
+        if self._turn is not None and op != Op.QUEUE_POP:
+            return 0  # it ends the turn, once it is whole, and `_collect` knows when
         key = data[start:stop]
-        if self._turn is not None:
-            self._end_turn(op, key)
         if shape in (_K, _ONE):
             reply = _QUICK[op](self, key)
         elif end - stop < 8:
@@ -292,19 +283,32 @@ class Conversation:
         at, whole = self._partial.feed(data, at)
         if whole:
             op, fields, self._partial = self._partial.op, self._partial.fields, None
-            if self._turn is not None:
-                self._end_turn(op, fields[0] if fields else b"")
+            if self._turn is not None and op != Op.QUEUE_POP:
+                self._end_turn()
             reply = _QUICK[op](self, *fields) if op in _SPREAD else _LISTED[op](self, fields)
             if reply:
                 replies.append(reply)
         return at
 
-    def _end_turn(self, op: int, key: bytes) -> None:
-        """A turn ends with the next request; when that is the pop it was given for, after it."""
-        turn = self._turn
-        if turn is not None and not (op == Op.QUEUE_POP and key == turn.key):
-            self._turn = None
+    def _end_turn(self) -> None:
+        """A turn ends with the next request; when that is a pop, after it."""
+        turn, self._turn = self._turn, None
+        if turn is not None:
             self._engine.drop(turn)
+
+    def _wake_self(self, told: int, replies: list[bytes]) -> int:
+        """Where a client's own request ended its wait, answer that here: whatever it asked next is answered after.
+
+        Looks at what the engine has had to tell since it had `told` things, and returns how many it has now.
+        """
+        outbox = self._engine.outbox
+        for place in range(told, len(outbox)):
+            waiter, answer = outbox[place]
+            if waiter is self._waiter:
+                del outbox[place]
+                replies.append(self.answer(self._waiter, answer))
+                break
+        return len(outbox)
 
     # Operations: each returns its reply
 
@@ -335,28 +339,35 @@ class Conversation:
         return b"\0" if self._engine.check(keys) else b"\1"
 
     def _wait(self, key: bytes) -> bytes:
+        if self._waiter is not None:
+            self._forget_wait()
         outcome = self._engine.wait_turn(key, self)
         if isinstance(outcome, Turn):
             self._turn, outcome = outcome, None
         return self._park(outcome)
 
     def _wait_all(self, keys: list[bytes]) -> bytes:
-        return self._wait(keys[0]) if len(keys) == 1 else self._park(self._engine.wait(keys, self))
+        if len(keys) == 1:
+            return self._wait(keys[0])
+        self._forget_wait()
+        return self._park(self._engine.wait(keys, self))
 
     def _barrier(self, key: bytes, size: int) -> bytes:
+        self._forget_wait()
         return self._park(self._engine.barrier(key, size, self))
 
     def _park(self, outcome: Waiter | None) -> bytes:
-        """Remember the wait under way; a client has one at most, so a new one takes the place of the old."""
-        if self._waiter is not None:
-            self._engine.drop(self._waiter)
         self._waiter = outcome
         return b"" if outcome is not None else _WAITED
 
-    def _cancel_wait(self) -> bytes:
+    def _forget_wait(self) -> None:
+        """Withdraw the wait under way; a client has one at most, so a new one takes the place of the old."""
         if self._waiter is not None:
             self._engine.drop(self._waiter)
             self._waiter = None
+
+    def _cancel_wait(self) -> bytes:
+        self._forget_wait()
         return _CANCELLED
 
     def _num_keys(self) -> bytes:
@@ -366,6 +377,8 @@ class Conversation:
         return _INT(self._engine.delete(key))
 
     def _append(self, key: bytes, value: bytes) -> bytes:
+        if len(self._engine.get(key) or b"") + len(value) > self._limit:
+            raise BadMessage(f"append would grow a value past {self._limit} bytes, and nobody could read it")
         self._engine.append(key, value)
         return b""
 
@@ -387,7 +400,7 @@ class Conversation:
         length = self._engine.queue_len(key)
         item = self._engine.queue_pop(key)
         if self._turn is not None:
-            self._end_turn(Op.VALIDATE, b"")
+            self._end_turn()
         return _INT(0) if item is None else _INT(length) + self._string(item)
 
     def _queue_len(self, key: bytes) -> bytes:
@@ -398,8 +411,11 @@ class Conversation:
         return _INT(len(keys)) + self._strings(keys)
 
     def _string(self, value: bytes) -> bytes:
-        self._owed += len(value)
-        return _LEN(len(value)) + value
+        size = len(value)
+        if size > self._limit:
+            raise BadMessage(f"an answer of {size} bytes, the limit is {self._limit}")
+        self._owed += size
+        return _LEN(size) + value
 
     def _strings(self, values: list[bytes]) -> bytes:
         size = sum(map(len, values)) + 8 * len(values)

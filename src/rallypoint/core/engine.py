@@ -278,8 +278,8 @@ class Engine:
         out, self.outbox = self.outbox, []
         return out
 
-    def tick(self, now: float) -> None:
-        """Answer the waits whose deadline has passed with what they miss."""
+    def tick(self, now: float) -> float | None:
+        """Answer the waits whose deadline has passed with what they miss; return the next deadline."""
         deadlines = self._deadlines
         while deadlines and (deadlines[0][0] <= now or deadlines[0][2].deadline is None):
             waiter = heapq.heappop(deadlines)[2]
@@ -288,6 +288,7 @@ class Engine:
                 self.drop(waiter)
                 self.outbox.append((waiter, TimedOut(missing)))
         self.earliest = deadlines[0][0] if deadlines else _NEVER
+        return deadlines[0][0] if deadlines else None
 
     def drop(self, held: Waiter | Watch | Turn) -> None:
         """Forget a wait, a watch or a turn; harmless when it is over already."""

@@ -1,4 +1,4 @@
-"""The bytes of a FileStore's log: a header, then records in frames that say how long they are and whether they are whole.
+"""The bytes of a FileStore's log: a header, then records in frames that tell how long they are and if they are whole.
 
     header   magic and version, generation, start, cut, checksum
     frame    length of the payload, checksum of the payload, checksum of these two
@@ -12,7 +12,7 @@ Anything else that does not check is a *flaw*: the length has its own checksum, 
 log cannot pass for a torn end. A payload that begins with 0xC1, as no MessagePack value does, is skipped: it carries
 the copy that a compaction makes.
 
-Rejected: the length of the log in the header, which would settle where it ends, at the price of a second write each time.
+Rejected: the length of the log in the header. It would settle where the log ends, for the price of a second write.
 """
 
 from __future__ import annotations

@@ -1,18 +1,18 @@
 """Our wire protocol: what is said, and the client's end of it. Fed incrementally, bounded, without I/O.
 
-A connection starts with `PREFACE`, which no other caller sends: to PyTorch's server it is a greeting and a ping, which it
-answers with the ping's own number, and we know whom we met. Our server answers `ACCEPTED`. Then come frames: a 32-bit little-endian length, and
-msgpack. A request is an array `[operation, number, arguments...]`, one `Request` class an operation, so that msgspec checks
-a whole request while it reads it. An answer is `[number, status, result]`. What the server sends unasked is a push:
-`[0, push number, [watch's request number, revision, key, value or nil]]`.
+A connection starts with `PREFACE`, which no other caller sends: to PyTorch's server it is a greeting and a ping,
+which it answers with the ping's own number, and we know whom we met. Our server answers `ACCEPTED`. Then come frames:
+a 32-bit little-endian length, and msgpack. A request is an array `[operation, number, arguments...]`, one `Request`
+class an operation, so that msgspec checks a whole request while it reads it. An answer is `[number, status, result]`.
+What the server sends unasked is a push: `[0, push number, [watch's request number, revision, key, value or nil]]`.
 
-The first frame is `Hello`, answered by `[0, 0, Welcome]` or `[0, REFUSED, reason]`. Numbers grow by one with each request of
-a session, and many requests may be outstanding; they are answered in any order. After a cut, the client says hello with its
-session's id and repeats, with their old numbers, the requests that were not answered. The server runs none of them twice
-(`core/session.py`). `Confirm` tells it which answers and pushes it may forget.
+The first frame is `Hello`, answered by `[0, 0, Welcome]` or `[0, REFUSED, reason]`. Numbers grow by one with each
+request of a session, and many requests may be outstanding; they are answered in any order. After a cut, the client
+says hello with its session's id and repeats, with their old numbers, the requests that were not answered. The server
+runs none of them twice (`core/session.py`). `Confirm` tells it which answers and pushes it may forget.
 
-Durations cross the wire, deadlines never do. Operation comes before number, the other way round from the answers, because
-msgspec finds the class of a request by the first element.
+Durations cross the wire, deadlines never do. Operation comes before number, the other way round from the answers,
+because msgspec finds the class of a request by the first element.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from msgspec import Meta, Struct
 from rallypoint.core import c10d
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
+from rallypoint.errors import NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
 
 __all__ = [
     "ACCEPTED",
@@ -39,7 +40,9 @@ __all__ = [
     "Request",
     "Status",
     "Welcome",
+    "error_of",
     "frame",
+    "whole",
 ]
 
 PREFACE = c10d.hello(0x594C4152)
@@ -50,6 +53,9 @@ ACCEPTED = b"RLY1"
 
 VERSION = 1
 """The protocol's version, said in `Hello`."""
+
+MAX_FRAME_BYTES = 1 << 30
+"""The longest frame that a client takes from a server, which it trusts more than the server trusts it."""
 
 CONFIRM_EVERY = 64
 """How many answers a client takes before it tells the server to forget them."""
@@ -296,15 +302,25 @@ class Reply(NamedTuple):
     result: Any
 
 
+def error_of(reply: Reply, store: str) -> StoreError:
+    """Make the error that a server answered with."""
+    kind, fields = reply.result
+    if "key" in fields:
+        fields["key"] = fields["key"].removeprefix("/")
+    return _ERRORS[kind](**fields) if kind in _ERRORS else StoreError(f"{store} refused: {kind} {fields}")
+
+
+_ERRORS = {"NotAnInteger": NotAnInteger, "StoreFull": StoreFull}
+
+
 class Client:
     """The client's end of one session, over as many connections as it takes."""
 
-    def __init__(self, name: str, limit: int) -> None:
-        self.name = name
-        self.server = b""
-        self.session = b""
-        self._limit = limit
-        self._frames = Frames(limit)
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._server = b""
+        self._session = b""
+        self._frames = Frames(MAX_FRAME_BYTES)
         self._next = 1
         self._open: dict[int, bytes] = {}
         self._pushes_seen = 0
@@ -312,15 +328,22 @@ class Client:
 
     def greet(self) -> bytes:
         """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
-        self._frames = Frames(self._limit)
-        return frame(Hello(VERSION, self.name, self.session, self._pushes_seen))
+        self._frames = Frames(MAX_FRAME_BYTES)
+        return frame(Hello(VERSION, self._name, self._session, self._pushes_seen))
 
-    def welcome(self, reply: Reply) -> Welcome:
-        """Read the answer to the greeting."""
+    def welcome(self, reply: Reply, peer: str) -> float:
+        """Read the answer to the greeting, and return the session's grace; raise why there is no session."""
         try:
-            return msgspec.convert(reply.result, Welcome)
-        except msgspec.ValidationError as error:
+            if reply.status != Status.OK:
+                identity, why = reply.result
+                if not self._session:
+                    raise BadMessage(f"refused: {why}")
+                raise (SessionLost if identity == self._server else ServerRestarted)(peer=peer, why=why)
+            welcome = msgspec.convert(reply.result, Welcome)
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise BadMessage(f"the server's welcome makes no sense: {error}") from None
+        self._server, self._session = welcome.server, welcome.session
+        return welcome.grace_s
 
     def repeat(self) -> bytes:
         """Return, after a resumption, all requests that were not answered, as they were."""

@@ -8,7 +8,7 @@ Waits for keys and watches belong to one process and stay out of the log. Two th
 they can be undone when it ends: its leased keys, and its arrivals at barriers. An arrival is the engine's own waiter in
 every replica; one that is no longer in `arrivals` was let through, or withdrawn by its owner, or has ended with it.
 
-`snapshot` says the whole state in the fewest effects. An arrival is put back by way of a count so low that it must wait.
+`snapshot` says the whole state in few effects. An arrival is put back by way of a count so low that it must wait.
 
 Rejected: effects as dicts with an "op" field; a typed record is checked when it is read, and says what it does.
 """
@@ -67,13 +67,19 @@ class Replica(Engine):
 
     def snapshot(self) -> Iterator[Effect]:
         """Yield the effects that make an equal replica of an empty one."""
+        counted: dict[bytes, list[Effect]] = {}
         for (owner, number), waiter in self.arrivals.items():
             key = waiter.keys[0]
-            yield from (Set(key, _NOBODY), Arrive(key, waiter.need, owner, number), Delete(key))
+            arrival = (Set(key, _NOBODY), Arrive(key, waiter.need, owner, number))
+            if waiter.arrived:
+                counted.setdefault(key, []).extend(arrival)
+            else:  # the key was deleted since, and counts it no more
+                yield from (*arrival, Delete(key))
         for key, value in self._values.items():
-            owner_of = self._lessee.get(key)
-            assert owner_of is None or isinstance(owner_of, int)
-            yield Set(key, value, owner_of)
+            yield from counted.get(key, ())
+            lessee = self._lessee.get(key)
+            assert lessee is None or isinstance(lessee, int)
+            yield Set(key, value, lessee)
         for key, items in self._queues.items():
             yield from (Push(key, item) for item in items)
         yield Seal(self.revision, list(self.owners))

@@ -1,12 +1,12 @@
 """The server's end of our protocol: sessions, which outlive connections, and what makes a cut harmless.
 
-A `Session` is the owner of waits, watches and leases in the engine. It is *here* while a connection carries it, *away* in the
-grace after a cut, and over when the grace ends or the client says bye; then the engine drops all it owned. `Sessions` keeps
-them by id and knows when the next grace ends.
+A `Session` is the owner of waits, watches and leases in the engine. It is *here* while a connection carries it,
+*away* in the grace after a cut, and over when the grace ends or the client says bye; then the engine drops all it
+owned. `Sessions` keeps them by id and knows when the next grace ends.
 
-Exactly once: the answer of every request that changes something is kept until the client confirms it. A number that was
-seen before is a repetition: it gets the kept answer, or none yet if it still waits, or, when it only reads, a new one. Pushes
-are numbered and kept until seen. Both are bounded: a client that confirms nothing loses its session.
+Exactly once: the answer of every request that changes something is kept until the client confirms it. A number that
+was seen before is a repetition: it gets the kept answer, or none yet if it still waits, or, when it only reads, a new
+one. Pushes are numbered and kept until seen. Both are bounded: a client that confirms nothing loses its session.
 
 `Caller` is one connection: it reads the greeting, finds the session, and hands it the requests.
 """
@@ -45,8 +45,8 @@ class Session:
     """What the server knows of one client."""
 
     __slots__ = (
-        "_engine",
         "_beats",
+        "_engine",
         "_highest",
         "_kept",
         "_kept_bytes",

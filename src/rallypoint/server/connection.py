@@ -45,7 +45,7 @@ class Face(Protocol):
 class Connection(asyncio.Protocol):
     """The server's side of one socket."""
 
-    __slots__ = ("_early", "_held", "_house", "_paused", "_transport", "face", "peer", "since")
+    __slots__ = ("_early", "_held", "_house", "_paused", "_transport", "face")
 
     def __init__(self, house: House) -> None:
         self._house = house
@@ -53,8 +53,6 @@ class Connection(asyncio.Protocol):
         self._held = 0
         self._early = b""
         self.face: Face | None = None
-        self.peer = ""
-        self.since = 0.0
 
     # What asyncio calls
 
@@ -93,6 +91,8 @@ class Connection(asyncio.Protocol):
     def pause_writing(self) -> None:
         self._paused = True
         self._transport.pause_reading()
+        if self.face is not None:
+            self._hold(self.face.held + self._transport.get_write_buffer_size())
 
     def resume_writing(self) -> None:
         self._paused = False
@@ -107,6 +107,7 @@ class Connection(asyncio.Protocol):
     def drop(self, why: str) -> None:
         """Close the connection because of what the peer did, and say so in the log."""
         self._house.complain(self, why)
+        self._hold(0)
         self._transport.abort()
 
     def close(self) -> None:
@@ -171,5 +172,4 @@ class Connection(asyncio.Protocol):
 
     def _hold(self, amount: int) -> None:
         grown, self._held = amount - self._held, amount
-        if not self._house.hold(grown):
-            self.drop("the server's memory limit is reached")
+        self._house.hold(self, amount, grown)

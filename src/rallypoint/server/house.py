@@ -29,6 +29,9 @@ log = logging.getLogger("rallypoint.server")
 BACKLOG = 4096
 """How many connections may queue up to be accepted; the kernel has a limit of its own beside."""
 
+RESERVE_BYTES = 32 * 1024 * 1024
+"""What may be on its way in or out however full the store is: room for a few of the largest values."""
+
 SWEEP_S = 1.0
 SHOWN = 100
 """How many keys of one client the statistics name."""
@@ -49,6 +52,7 @@ class House:
         self._connections: set[Connection] = set()
         self._newcomers: dict[Connection, float] = {}
         self._complaints: dict[str, int] = {}
+        self._holders: dict[Connection, None] = {}  # those for whom bytes are held, the longest first
         self._held = 0
         self.sessions = Sessions(self.engine, secrets.token_bytes(16), settings.grace_s)
         self.ticks_at = float("inf")
@@ -112,10 +116,23 @@ class House:
         self.deliver()
         self.tick()
 
-    def hold(self, grown: int) -> bool:
-        """Count bytes held for a connection; say whether there is room for them."""
+    def hold(self, connection: Connection, amount: int, grown: int) -> None:
+        """Count what is held for a connection; past the limit, drop those first for whom it has been held longest.
+
+        Rejected: to drop whoever asks for more. A few that sit on what they hold would shut out everybody else.
+        """
         self._held += grown
-        return grown <= 0 or self._held + self.engine.size <= self.settings.max_memory
+        if amount:
+            self._holders[connection] = None
+        else:
+            self._holders.pop(connection, None)
+        if grown > 0:
+            limit = self.settings.max_memory
+            room = max(limit - self.engine.size, limit // 4, RESERVE_BYTES)
+            while self._held > room:
+                next(iter(self._holders)).drop(
+                    "the server's memory limit is reached, and this one has held some the longest"
+                )
 
     def deliver(self) -> None:
         """Send what the engine has for waiting clients."""
@@ -144,11 +161,11 @@ class House:
         """Log what a peer did wrong, once per peer address, then count."""
         peer = connection.who()
         host = peer.rpartition(":")[0]
-        times = self._complaints.get(host, 0) + 1
-        if times == 1:
+        if host not in self._complaints:
+            if len(self._complaints) == COMPLAINTS_KEPT:
+                return  # so many addresses are an attack, and the log is not to grow with it
             log.warning("dropped %s: %s (further ones from this address are not logged)", peer, why)
-        if host in self._complaints or len(self._complaints) < COMPLAINTS_KEPT:
-            self._complaints[host] = times
+        self._complaints[host] = self._complaints.get(host, 0) + 1
 
     # Inside
 

@@ -1,6 +1,7 @@
 """The server's face for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
 
-`GET /healthz` answers "ok" while the server serves, `GET /statistics` what it holds and who is here, as JSON. `GET /` is a plain page that says what this is and what it holds.
+`GET /healthz` answers "ok" while the server serves, `GET /statistics` what it holds and who is here, as JSON. `GET /`
+is a plain page that says what this is and what it holds.
 """
 
 from __future__ import annotations
@@ -11,8 +12,6 @@ from typing import TYPE_CHECKING
 
 import h11
 
-from rallypoint.core.c10d import BadMessage
-
 if TYPE_CHECKING:
     from rallypoint.server.connection import Connection
     from rallypoint.server.house import House
@@ -20,6 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["WebFace"]
 
 MAX_HEAD_BYTES = 16 * 1024
+PIPELINED = 8
+"""How many requests are answered at a time; then others get their turn."""
 
 _PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><title>rallypoint</title>
@@ -35,41 +36,49 @@ PyTorch programs reach it as a TCPStore at this same address and port.</p>
 class WebFace:
     """The server's end of one HTTP connection."""
 
-    held = 0
-    blocked = False
-
     def __init__(self, house: House, connection: Connection) -> None:
         self._house = house
         self._connection = connection
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
+        self.held = 0
+        self.blocked = False
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data: bytes, now: float = 0.0) -> bytes:
         """Answer the requests in what came, and hang up where the peer wants that or HTTP demands it."""
-        try:
+        if data:  # to h11, no bytes would mean that no more will come
             self._http.receive_data(data)
-            self._connection.send(b"".join(self._answers()))
-        except h11.ProtocolError as error:
-            raise BadMessage(f"bad HTTP: {error}") from error
-        if self._http.our_state in (h11.MUST_CLOSE, h11.CLOSED):
+        answers: list[bytes] = []
+        try:
+            self.blocked = self._answer(answers)
+            over = self._http.our_state in (h11.MUST_CLOSE, h11.CLOSED)
+        except h11.RemoteProtocolError as error:
+            self._house.complain(self._connection, f"bad HTTP: {error}")
+            self.blocked, over = False, True
+            if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+                answers.append(self._write(error.error_status_hint, "text/plain", f"{error}\n".encode(), close=True))
+        self.held = len(self._http.trailing_data[0])
+        self._connection.send(b"".join(answers))
+        if over:
             self._connection.close()
         return b""
 
-    def end(self, now: float) -> None:
+    def end(self, now: float = 0.0) -> None:
         """Nothing outlives an HTTP connection."""
 
-    def _answers(self) -> list[bytes]:
-        out: list[bytes] = []
+    def _answer(self, answers: list[bytes]) -> bool:
+        """Add the answers to what came; say whether it was too much for now."""
         while True:
             event = self._http.next_event()
             if isinstance(event, h11.Request):
-                out.append(self._respond(event))
+                answers.append(self._write(*self._resource(event), bare=event.method == b"HEAD"))
             elif event is h11.PAUSED and self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
+                if len(answers) >= PIPELINED:
+                    return True
                 self._http.start_next_cycle()
             elif event in (h11.NEED_DATA, h11.PAUSED) or isinstance(event, h11.ConnectionClosed):
-                return out
+                return False
 
-    def _respond(self, request: h11.Request) -> bytes:
-        status, kind, body = self._resource(request)
+    def _write(self, status: int, kind: str, body: bytes, bare: bool = False, close: bool = False) -> bytes:
         headers = [
             ("content-type", f"{kind}; charset=utf-8"),
             ("content-length", str(len(body))),
@@ -78,9 +87,11 @@ class WebFace:
         ]
         if status == 405:
             headers.append(("allow", "GET, HEAD"))
+        if close:
+            headers.append(("connection", "close"))
         send = self._http.send
         head = send(h11.Response(status_code=status, headers=headers)) or b""
-        payload = b"" if request.method == b"HEAD" else send(h11.Data(data=body)) or b""
+        payload = b"" if bare else send(h11.Data(data=body)) or b""
         return head + payload + (send(h11.EndOfMessage()) or b"")
 
     def _resource(self, request: h11.Request) -> tuple[int, str, bytes]:

@@ -30,7 +30,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """The process to live and die with."""
 
     max_memory: int = 4096 * MIB
-    """Everything held for clients: keys, values, waits and what is on its way in or out."""
+    """Everything held for clients: keys, values, waits and what is on its way in or out.
+
+    However much is stored, a quarter of it, and 32 MiB at least, may be on its way, so that a full store can be read.
+    """
 
     max_connection_memory: int = 256 * MIB
     """What one connection may make the server hold in one request or one answer."""

@@ -1,7 +1,7 @@
 """One connection to a server that speaks PyTorch's protocol, used by one call at a time.
 
-Every step has a deadline, and every failure is `ConnectionLost` with the operation it broke. The protocol's own time-out
-of a wait is the client's: it cancels, and reads on until it knows which came first, the cancellation or the key.
+Every step has a deadline, and every failure is `ConnectionLost` with the operation it broke. The protocol's own time-
+out of a wait is the client's: it cancels, and reads on until it knows which came first, the cancellation or the key.
 """
 
 from __future__ import annotations

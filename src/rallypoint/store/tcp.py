@@ -29,8 +29,9 @@ from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
 from rallypoint.store.base import Backend, Store
 from rallypoint.store.link import PING, Link
-from rallypoint.store.session import NotOurs, SessionBackend, caller_name
+from rallypoint.store.session import SessionBackend
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
+from rallypoint.store.wire import NotOurs
 
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
@@ -320,7 +321,7 @@ class TorchBackend(Backend):
 def _reach(host: str, port: int, timeout_s: float) -> TorchBackend | SessionBackend:
     """Open a session with our server; PyTorch's is spoken to in its own protocol."""
     try:
-        return SessionBackend(host, port, timeout_s, caller_name())
+        return SessionBackend(host, port, timeout_s)
     except NotOurs as answer:
         answer.socket.close()
         return TorchBackend(host, port, timeout_s)

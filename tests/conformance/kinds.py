@@ -1,0 +1,95 @@
+"""The table of stores that the suite runs on: one line each, in `BARE`; the others are the same, seen through a prefix.
+
+A world is what a kind needs around it: a directory, a server. In it, `fresh()` gives a `Place`: where one empty store
+is. A place opens as many handles as one likes; `url` is for other processes, or None where no other process can come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rallypoint import FileStore, HashStore, PrefixStore, Server, Store, TCPStore
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one store is: how to open it here, and what to tell another process."""
+
+    open: Callable[[], Store]
+    url: str | None
+
+
+World = Callable[[Path], contextlib.AbstractContextManager[Callable[[], Place]]]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of store, and the operations that it does not have."""
+
+    name: str
+    world: World
+    shared: bool
+    """Whether other processes can open it."""
+    lacks: frozenset[str] = frozenset()
+    prefix: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name}-prefix" if self.prefix else self.name
+
+
+@contextlib.contextmanager
+def hash_world(_: Path) -> Iterator[Callable[[], Place]]:
+    def fresh() -> Place:
+        return Place(HashStore().clone, None)
+
+    yield fresh
+
+
+@contextlib.contextmanager
+def file_world(folder: Path) -> Iterator[Callable[[], Place]]:
+    numbers = itertools.count()
+
+    def fresh() -> Place:
+        path = folder / f"store-{next(numbers)}"
+        return Place(lambda: FileStore(str(path)), f"file://{path}")
+
+    yield fresh
+
+
+@contextlib.contextmanager
+def tcp_world(_: Path) -> Iterator[Callable[[], Place]]:
+    """One server for all places of a test: whoever asks for a fresh one has emptied the last."""
+    with Server() as server:
+        yield lambda: Place(lambda: TCPStore("127.0.0.1", server.port), server.url)
+
+
+def prefixed(kind: Kind) -> Kind:
+    """Return the same kind, seen through a prefix."""
+
+    @contextlib.contextmanager
+    def world(folder: Path) -> Iterator[Callable[[], Place]]:
+        with kind.world(folder) as bare:
+
+            def fresh() -> Place:
+                place = bare()
+                url = None if place.url is None else f"{place.url}?prefix=jöb/7"
+                return Place(lambda: PrefixStore("jöb/7", place.open()), url)
+
+            yield fresh
+
+    return replace(kind, world=world, prefix="jöb/7")
+
+
+BARE = [
+    Kind("hash", hash_world, shared=False),
+    Kind("file", file_world, shared=True),
+    Kind("tcp", tcp_world, shared=True, lacks=frozenset({"swap", "delete_prefix", "lease", "watch"})),
+]
+KINDS = [*BARE, prefixed(BARE[0])]
+"""What most tests run on: a prefix is one and the same view of all kinds."""
+
+EVERY_VIEW = [*BARE, *map(prefixed, BARE)]

@@ -1,0 +1,131 @@
+"""Replicas: equal effects make equal replicas, also by way of a snapshot at any point."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from rallypoint.core.records import Event
+from rallypoint.core.replica import (
+    Append,
+    Arrive,
+    Delete,
+    DeletePrefix,
+    Effect,
+    End,
+    Pop,
+    Push,
+    Replica,
+    Set,
+    SetMany,
+    Unlease,
+    Withdraw,
+    changes,
+    decode,
+    encode,
+)
+
+KEYS = st.sampled_from([b"", b"a", b"a/x", b"b", b"\xff\x00"])
+GATES = st.sampled_from([b"gate", b"a/gate"])
+VALUES = st.binary(max_size=8)
+OWNERS = st.sampled_from([1, 2, 2**56 - 1])
+NUMBERS = st.integers(1, 6)
+EFFECTS = st.one_of(
+    st.builds(Set, KEYS, VALUES, st.none() | OWNERS),
+    st.builds(Set, GATES, st.sampled_from([b"0", b"2", b"-7"])),
+    st.builds(SetMany, st.lists(st.tuples(KEYS, VALUES), max_size=3)),
+    st.builds(Append, KEYS, VALUES),
+    st.builds(Delete, KEYS | GATES),
+    st.builds(DeletePrefix, st.sampled_from([b"a/", b"", b"none"])),
+    st.builds(Push, KEYS, VALUES),
+    st.builds(Pop, KEYS),
+    st.builds(Unlease, KEYS, OWNERS),
+    st.builds(Arrive, GATES, st.integers(-1, 4), OWNERS, NUMBERS),
+    st.builds(Withdraw, OWNERS, NUMBERS),
+    st.builds(End, OWNERS),
+)
+
+
+def replayed(effects: list[Effect], onto: Replica | None = None) -> Replica:
+    replica = onto or Replica()
+    for effect in effects:
+        if (
+            not isinstance(effect, Arrive) or (effect.owner, effect.number) not in replica.arrivals
+        ):  # tickets are unique
+            decode(encode(effect)).apply(replica)
+            replica.take()
+    return replica
+
+
+def state(replica: Replica) -> dict[str, Any]:
+    arrivals = {ticket: (waiter.keys[0], waiter.need, waiter.arrived) for ticket, waiter in replica.arrivals.items()}
+    queues = {key: list(queue) for key, queue in replica._queues.items()}
+    return {
+        "keys": replica.list_keys(),
+        "values": replica.values(),
+        "queues": queues,
+        "leases": dict(replica._lessee),
+        "arrivals": arrivals,
+        "owners": set(replica.owners),
+        "revision": replica.revision,
+        "size": replica.size,
+    }
+
+
+@settings(max_examples=300)
+@given(st.lists(EFFECTS), st.lists(EFFECTS, max_size=6))
+@example([Arrive(b"gate", 2, 1, 1)], [End(1)])
+@example([Arrive(b"gate", 2, 1, 1), Delete(b"gate")], [Arrive(b"gate", 2, 1, 2), End(1)])
+@example([Arrive(b"gate", 9, 1, 1), Delete(b"gate"), Arrive(b"gate", 9, 1, 2), Set(b"a", b"")], [End(1)])
+def test_a_snapshot_makes_an_equal_replica_that_stays_equal(before: list[Effect], after: list[Effect]) -> None:
+    replica = replayed(before)
+    copy = replayed(list(replica.snapshot()))
+    assert state(copy) == state(replica)
+    assert state(replayed(after, copy)) == state(replayed(after, replica))
+
+
+@given(st.lists(EFFECTS))
+def test_every_arrival_is_waiting_in_the_engine_and_none_else(effects: list[Effect]) -> None:
+    replica = replayed(effects)
+    assert replica.statistics().waiters == len(replica.arrivals)
+    assert {ticket[0] for ticket in replica.arrivals} <= set(replica.owners)
+
+
+@given(st.lists(EFFECTS), st.lists(EFFECTS))
+def test_changes_lead_from_one_content_to_the_other_and_name_a_key_once(one: list[Effect], two: list[Effect]) -> None:
+    old, new = replayed(one).values(), replayed(two).values()
+    events = changes(old, new, 7)
+    assert len({event.key for event in events}) == len(events)
+    for event in events:
+        assert old.get(event.key) != event.value and event.revision == 7
+        if event.value is None:
+            del old[event.key]
+        else:
+            old[event.key] = event.value
+    assert old == new
+
+
+def test_an_arrival_is_let_through_withdrawn_or_ended() -> None:
+    replica = replayed([Arrive(b"gate", 2, 1, 1), Arrive(b"gate", 3, 1, 2), Arrive(b"gate", 9, 2, 1)])
+    assert set(replica.arrivals) == {(2, 1)} and replica.get(b"gate") == b"3"
+    replayed([Arrive(b"gate", 9, 1, 3), Withdraw(1, 3)], replica)
+    assert set(replica.arrivals) == {(2, 1)} and replica.get(b"gate") == b"3"
+    replayed([End(2)], replica)
+    assert not replica.arrivals and replica.get(b"gate") == b"2" and set(replica.owners) == {1}
+
+
+def test_the_watch_of_a_host_comes_out_and_barriers_do_not() -> None:
+    replica = Replica()
+    watch = replica.watch(b"", "me")
+    Arrive(b"gate", 2, 1, 1).apply(replica)
+    Arrive(b"gate", 2, 1, 2).apply(replica)
+    assert replica.take() == [(watch, Event(1, b"gate", b"1")), (watch, Event(2, b"gate", b"2"))]
+
+
+@pytest.mark.parametrize("record", [b"", b"\x00", b"\x92\x63\xc4\x00", b"\x91\x00", b"not msgpack"])
+def test_what_is_no_effect_is_refused(record: bytes) -> None:
+    with pytest.raises(ValueError):  # noqa: PT011 - msgspec's errors are ValueErrors of many kinds
+        decode(record)

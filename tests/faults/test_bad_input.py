@@ -1,0 +1,219 @@
+"""Peers that send what is wrong, too much, too little or too slowly, while a healthy client works on beside them.
+
+What is shown is that the healthy one's answers are right and come, that what was stored stays, and that the server's
+memory stays within bounds; never how long something took.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import resource
+import struct
+from collections.abc import Iterator
+
+import pytest
+from tests.faults.conftest import Start
+from tests.wire import MIB, Peer, Serving
+
+from rallypoint import net
+from rallypoint.core.c10d import Op, encode
+
+BAD = {
+    "an oversized key": encode(Op.SET, b"k" * 8193, b"v"),
+    "an oversized value": b"\1" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 8 * MIB + 1),
+    "an endless value": b"\1" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 2**64 - 1) + b"v" * 100_000,
+    "an endless list": b"\6" + struct.pack("<Q", 2**63),
+    "an unknown opcode": b"\x80",
+    "a second greeting": encode(Op.VALIDATE, 0x3C85F7CE),
+    "HTTP in the middle": b"GET / HTTP/1.1\r\n\r\n",
+    "a letter for a number": encode(Op.SET, b"/letter", b"x") + encode(Op.ADD, b"/letter", 1),
+    "noise": random.Random(5).randbytes(100_000),
+}
+
+
+@pytest.fixture(params=["uvloop", "asyncio"])
+def server(request: pytest.FixtureRequest, start: Start) -> Serving:
+    return start(uvloop=request.param == "uvloop")
+
+
+@pytest.fixture
+def healthy(server: Serving) -> Iterator[Peer]:
+    with server.peer() as peer:
+        yield peer
+
+
+def test_what_is_wrong_ends_only_who_said_it(server: Serving, healthy: Peer) -> None:
+    waiting = server.peer()
+    waiting.wait(b"/awaited")
+    for bad in BAD.values():
+        with server.peer() as peer:
+            with contextlib.suppress(ConnectionError):
+                peer.send(bad)
+            assert peer.rest() == b""
+            healthy.work(2)
+    healthy.set(b"/awaited", b"")
+    assert waiting.read(1) == b"\0"
+    waiting.close()
+    assert server.log().count("dropped") == 1, "one line for one address"
+
+
+def test_half_a_message_and_then_nothing(server: Serving, healthy: Peer) -> None:
+    message = encode(Op.MULTI_SET, 2, b"/half/a", b"v", b"/half/b", b"v" * 100_000)
+    for size in (1, 9, 20, 50, 5_000, len(message) - 1):
+        with server.peer() as peer:
+            peer.send(message[:size])
+            healthy.work(1)
+    healthy.send(encode(Op.CHECK, 1, b"/half/a"))
+    assert healthy.read(1) == b"\1"
+    server.until(lambda facts: facts["connections"] == 2)  # the healthy one and this question
+    bytes_held = server.statistics()["bytes"]
+    assert bytes_held < 100_000
+
+
+def test_one_byte_at_a_time(server: Serving, healthy: Peer) -> None:
+    slow = server.peer()
+    for byte in encode(Op.MULTI_SET, 2, b"/slow/a", b"one", b"/slow/b", b"two"):
+        assert healthy.get(b"/slow/a") == b""
+        slow.send(bytes((byte,)))
+    slow.ping()
+    assert healthy.get(b"/slow/a") == b"one" and healthy.get(b"/slow/b") == b"two"
+    slow.close()
+
+
+def flood(peer: Peer, data: bytes) -> None:
+    """Send as much as goes without waiting."""
+    peer.socket.setblocking(False)
+    view = memoryview(data)
+    with contextlib.suppress(BlockingIOError):
+        while view:
+            view = view[peer.socket.send(view) :]
+
+
+def send_quietly(peer: Peer, data: bytes) -> None:
+    """Send as much as the other side takes; it may hang up."""
+    with contextlib.suppress(ConnectionError):
+        peer.send(data)
+
+
+@pytest.mark.parametrize("value_bytes", [8 * MIB, 60_000, 10])
+def test_a_peer_that_asks_and_never_reads(server: Serving, healthy: Peer, value_bytes: int) -> None:
+    healthy.set(b"/large", b"v" * value_bytes)
+    before = server.memory()
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            flood(stack.enter_context(server.peer()), encode(Op.GET, b"/large") * 100_000)
+        healthy.work(30)
+        assert healthy.get(b"/large") == b"v" * value_bytes
+        grown = server.memory(peak=True) - before
+        assert grown < 3 * (2 * value_bytes + 4 * MIB) + 3 * value_bytes + 16 * MIB, f"{grown / MIB:.0f} MiB"
+    server.until(lambda facts: facts["connections"] == 2)
+    healthy.work(1)
+
+
+def test_a_peer_that_reads_late_gets_everything_in_order(server: Serving, healthy: Peer) -> None:
+    values = [bytes((n,)) * 300_000 for n in range(40)]
+    for n, value in enumerate(values):
+        healthy.set(b"/late/%d" % n, value)
+    late = server.peer()
+    late.send(b"".join(encode(Op.GET, b"/late/%d" % n) + encode(Op.ADD, b"/late", 1) for n in range(40)))
+    healthy.work(5)
+    for n, value in enumerate(values):
+        assert late.string() == value
+        assert late.number() == n + 1
+    late.close()
+
+
+def test_a_browser_that_asks_and_never_reads(server: Serving, healthy: Peer) -> None:
+    before = server.memory()
+    mute = server.peer(greet=False)
+    flood(mute, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 200_000)
+    healthy.work(30)
+    assert server.memory(peak=True) - before < 32 * MIB
+    mute.close()
+
+
+def test_the_kernel_cuts_a_peer_that_lives_and_reads_nothing(start: Start) -> None:
+    server = start()
+    with server.peer() as healthy, server.peer() as mute:
+        healthy.set(b"/large", b"v" * 8 * MIB)
+        mute.send(encode(Op.GET, b"/large") * 100)
+        healthy.work(2)
+        facts = server.until(lambda facts: facts["connections"] == 2)  # else it may hold memory for ever
+        assert facts["bytes"] < 9 * MIB
+
+
+@pytest.mark.parametrize("uvloop", [True, False])
+def test_half_sent_messages_stay_within_the_memory_limit(start: Start, uvloop: bool) -> None:
+    server = start(uvloop, max_memory=48 * MIB)
+    half = encode(Op.SET, b"/half", b"v" * 8 * MIB)[: -1 * MIB]
+    with server.peer() as healthy, contextlib.ExitStack() as stack:
+        healthy.set(b"/kept", b"v" * 8 * MIB)
+        before = server.memory()
+        for _ in range(20):  # 140 MiB of requests
+            send_quietly(stack.enter_context(server.peer()), half)
+            healthy.work(1)
+        facts = server.until(lambda facts: facts["bytes"] <= 48 * MIB)
+        assert facts["connections"] < 12, "those past the limit must have been dropped"
+        assert healthy.get(b"/kept") == b"v" * 8 * MIB
+        grown = server.memory(peak=True) - before
+        assert grown < 100 * MIB, f"{grown / MIB:.0f} MiB"
+        assert "the server's memory limit is reached" in server.log()
+    with server.peer() as later:
+        server.until(lambda facts: facts["bytes"] < 9 * MIB)
+        later.set(b"/after", b"v" * 8 * MIB)
+        assert later.get(b"/after") == b"v" * 8 * MIB
+
+
+@pytest.mark.parametrize("uvloop", [True, False])
+def test_unread_answers_stay_within_the_memory_limit(start: Start, uvloop: bool) -> None:
+    server = start(uvloop, max_memory=64 * MIB)
+    with server.peer() as healthy, contextlib.ExitStack() as stack:
+        healthy.set(b"/large", b"v" * 8 * MIB)
+        before = server.memory()
+        for _ in range(30):
+            mute = stack.enter_context(server.peer())
+            send_quietly(mute, encode(Op.GET, b"/large") * 100)
+            healthy.work(1)
+        assert healthy.get(b"/large") == b"v" * 8 * MIB
+        assert server.statistics()["bytes"] <= 64 * MIB
+        grown = server.memory(peak=True) - before
+        assert grown < 200 * MIB, f"{grown / MIB:.0f} MiB"
+
+
+def test_a_full_store_ends_only_who_writes(start: Start) -> None:
+    server = start(max_memory=4 * MIB)
+    with server.peer() as healthy:
+        healthy.set(b"/kept", b"v" * MIB)
+        for message in (
+            encode(Op.SET, b"/a", b"v" * 4 * MIB),
+            encode(Op.APPEND, b"/kept", b"v" * 3 * MIB),
+            encode(Op.QUEUE_PUSH, b"/q", b"v" * 3 * MIB),
+            encode(Op.MULTI_SET, 2, b"/a", b"", b"/b", b"v" * 3 * MIB),
+            encode(Op.COMPARE_SET, b"/a", b"", b"v" * 3 * MIB),
+        ):
+            with server.peer() as writer:
+                send_quietly(writer, message)
+                assert writer.rest() == b""
+        assert healthy.get(b"/kept") == b"v" * MIB
+        assert healthy.get(b"/a") == b"" and healthy.pop(b"/q") is None
+        healthy.work()
+        facts = server.statistics()
+        assert facts["bytes"] < 2 * MIB
+
+
+def test_500_connections_with_half_a_message_each(server: Serving, healthy: Peer) -> None:
+    net.raise_file_limit(4096)
+    assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2000
+    message = encode(Op.SET, b"/one-of-500", b"v" * 2_000)
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(server.peer()) for _ in range(500)]
+        for n, peer in enumerate(peers):
+            peer.send(message[: 1 + n * 4])
+        healthy.work(5)
+        assert healthy.get(b"/one-of-500") == b""
+        assert server.statistics()["connections"] >= 501
+        peers[77].send(message[1 + 77 * 4 :])
+        peers[77].ping()
+        assert healthy.get(b"/one-of-500") == b"v" * 2_000
+    server.until(lambda facts: facts["connections"] == 2)

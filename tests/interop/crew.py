@@ -1,0 +1,137 @@
+"""A crew: processes that have torch, without the seconds that importing it takes.
+
+One process imports torch, starts no threads, and forks a member for every function that it is asked to run. Functions
+live beside their tests and are found by name; arguments and results are Python literals. A member's socket carries its
+result, and closes when the member ends, however it ends.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+AMPLE_S = 80.0
+"""Longer than anything here takes, and shorter than what pytest gives a test."""
+
+
+class MemberFailed(Exception):
+    """A function raised in a member, or the member died of it."""
+
+
+class Member:
+    """A forked process that runs one function."""
+
+    def __init__(self, link: socket.socket, what: str) -> None:
+        self._what = what
+        self._link = link
+        self._link.settimeout(AMPLE_S)
+        self._reader = link.makefile("r")
+        self.pid = int(self._reader.readline())
+
+    def result(self) -> Any:
+        """Wait for the function to end, and return what it returned or raise what it raised, as MemberFailed."""
+        try:
+            outcome, value = ast.literal_eval(self._reader.read() or "'died', ''")
+        except TimeoutError:
+            outcome, value = "hung", f"no result after {AMPLE_S:g} s"
+        finally:
+            self.end()
+        if outcome != "done":
+            raise MemberFailed(f"{self._what} {outcome}\n{value}")
+        return value
+
+    def interrupt(self) -> None:
+        """Send the member a Ctrl-C."""
+        os.kill(self.pid, signal.SIGINT)
+
+    def end(self) -> None:
+        """Kill the member if it still runs."""
+        if self._link.fileno() >= 0:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
+            self._reader.close()
+            self._link.close()
+
+
+class Crew:
+    """The process that members are forked from."""
+
+    def __init__(self) -> None:
+        self._members: list[Member] = []
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            command = [sys.executable, "-m", "tests.interop.crew", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, cwd=ROOT, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+
+    def start(self, function: Callable[..., Any], *arguments: Any) -> Member:
+        """Run a function of a test module in a new member."""
+        path = Path(function.__code__.co_filename).relative_to(ROOT)
+        name = ".".join(path.with_suffix("").parts)
+        link, theirs = socket.socketpair()
+        with theirs:
+            socket.send_fds(self._control, [repr((name, function.__name__, arguments)).encode()], [theirs.fileno()])
+        member = Member(link, f"{function.__name__}{arguments}")
+        self._members.append(member)
+        return member
+
+    def run(self, function: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Run a function in as many members as there are tuples of arguments, at once; return the results in order."""
+        return [member.result() for member in [self.start(function, *arguments) for arguments in calls]]
+
+    def dismiss(self) -> None:
+        """Kill the members that are left over from a failed test."""
+        for member in self._members:
+            member.end()
+        self._members.clear()
+
+    def close(self) -> None:
+        """End the crew."""
+        self.dismiss()
+        self._control.close()
+        self._process.wait(AMPLE_S)
+
+
+def _serve(control: socket.socket) -> None:
+    """Fork a member for each request, until the other end is closed."""
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    while True:
+        request, (*fds,), _, _ = socket.recv_fds(control, 1 << 16, 1)
+        if not request:
+            return
+        if os.fork() == 0:
+            control.close()
+            _work(socket.socket(fileno=fds[0]), *ast.literal_eval(request.decode()))
+        os.close(fds[0])
+
+
+def _work(link: socket.socket, module: str, function: str, arguments: tuple[Any, ...]) -> None:
+    """Run one function and report, in the member."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
+    link.sendall(f"{os.getpid()}\n".encode())
+    try:
+        outcome = "done", getattr(importlib.import_module(module), function)(*arguments)
+    except BaseException:
+        outcome = "raised", traceback.format_exc()
+    link.sendall(repr(outcome).encode())
+    link.close()
+    sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    import pytest  # noqa: F401 - what members need is imported once, here
+    import torch.distributed.rpc  # noqa: F401
+
+    _serve(socket.socket(fileno=int(sys.argv[1])))

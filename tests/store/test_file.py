@@ -1,0 +1,831 @@
+"""FileStore among real processes and threads: killed writers, dead runs, forks, leases, and who waits for whom.
+
+A `Child` is a Python process with a store on the same path; it runs a few lines, says things on its standard output and
+is told things on its standard input. What a store answers is in tests/conformance; dying at each system call is in
+test_filelog and test_follower.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import textwrap
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from rallypoint import CorruptFile, FileStore, StoreClosed, StoreTimeout
+from rallypoint.core.log import HEADER_BYTES, MAGIC
+from rallypoint.store import filehub
+from rallypoint.store.file import GRACE_S
+from rallypoint.store.filelog import LogFile
+from rallypoint.store.follower import COMPACT_BYTES, Follower
+
+LONG_S = 60.0
+"""A time in which what must happen has happened, on any machine; nothing waits for it to pass."""
+
+PRELUDE = f"""
+import os, signal, sys
+from rallypoint import FileStore
+from rallypoint.store import file, filehub, filelog, follower
+
+def say(*what, sep=' '): os.write(1, (sep.join(map(str, what)) + chr(10)).encode())
+def hear(): return sys.stdin.readline().strip()
+def opened(): return FileStore(sys.argv[1], timeout={LONG_S})
+"""
+
+
+class Child:
+    """Another process, running `code` with a store's path as its first argument."""
+
+    def __init__(self, path: str, code: str, *arguments: object) -> None:
+        command = [sys.executable, "-c", PRELUDE + textwrap.dedent(code), path, *map(str, arguments)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.last = ""
+
+    def hear(self) -> str:
+        assert self.process.stdout is not None
+        self.last = self.process.stdout.readline().strip()
+        return self.last
+
+    def say(self, what: str = "") -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(what + "\n")
+        self.process.stdin.flush()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def kill_and_count(self) -> int:
+        """Kill it, and return the last number that it said."""
+        self.kill()
+        assert self.process.stdout is not None
+        said = [self.last, *self.process.stdout.read().split()]
+        return int(said[-1]) if said[-1].isdigit() else 0
+
+    def ends(self) -> int:
+        """Let it run to its end."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        return self.process.wait(LONG_S)
+
+
+Start = Callable[..., Child]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+@pytest.fixture
+def start(path: str) -> Iterator[Start]:
+    children: list[Child] = []
+
+    def start(code: str, *arguments: object) -> Child:
+        children.append(Child(path, code, *arguments))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.kill()
+        assert child.process.stdin is not None and child.process.stdout is not None
+        child.process.stdout.close()
+        with contextlib.suppress(BrokenPipeError):
+            child.process.stdin.close()
+
+
+@pytest.fixture
+def store(path: str) -> Iterator[FileStore]:
+    with FileStore(path, timeout=LONG_S) as store:
+        yield store
+
+
+@pytest.fixture
+def threads() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(16) as threads:
+        yield threads
+
+
+# The file
+
+
+def test_an_empty_file_is_a_new_store_and_a_path_may_be_of_any_kind() -> None:
+    with tempfile.NamedTemporaryFile(delete=False) as file, FileStore(file.name, 2) as store:
+        assert store.path == file.name and store.world_size == 2
+        store.set("key", "value")
+        assert FileStore(Path(file.name)).get("key") == b"value"
+
+
+def test_the_file_outlives_all_but_the_last_handle(path: str, start: Start) -> None:
+    first = FileStore(path)
+    twin, second = first.clone(), FileStore(path)
+    child = start("store = opened(); say(store.get('key')); hear(); store.close(); say('closed')")
+    first.set("key", "value")
+    first.close()
+    twin.close()
+    assert second.get("key") == b"value" and child.hear() == "b'value'"
+    second.close()
+    second.close()
+    assert os.path.exists(path)
+    child.say()
+    assert child.hear() == "closed"
+    assert not os.path.exists(path)
+
+
+def test_a_store_is_found_again_after_a_change_of_directory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(os.path.dirname(path))
+    with FileStore("store") as store:
+        monkeypatch.chdir("/")
+        store.set("key", "value")
+        store.clone().close()
+        assert store.path == "store" and FileStore(path).get("key") == b"value"
+    del store
+    gc.collect()
+
+
+def test_two_names_of_one_file_are_one_store(path: str, store: FileStore) -> None:
+    os.symlink(path, path + ".link")
+    os.link(path, path + ".hard")
+    for name in (".link", ".hard"):
+        with FileStore(path + name) as other:
+            other.set(name, "value")
+            assert other._backend._hub is store._backend._hub  # type: ignore[attr-defined]
+    assert store.multi_get([".link", ".hard"]) == [b"value", b"value"]
+
+
+@pytest.mark.parametrize(
+    "content", [b"x", b"\0" * 5000, b"someone's thesis\n" * 999, MAGIC[:-1] + b"\x09 of the future"]
+)
+def test_a_file_that_is_not_ours_is_refused_and_left_alone(path: str, content: bytes) -> None:
+    Path(path).write_bytes(content)
+    with pytest.raises(CorruptFile) as caught:
+        FileStore(path)
+    assert caught.value.path == path and path in str(caught.value)
+    assert Path(path).read_bytes() == content
+
+
+def test_a_path_that_cannot_be_is_an_error_that_names_it(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for path, error in [
+        (tmp_path / "missing" / "store", FileNotFoundError),
+        (tmp_path, IsADirectoryError),
+        (tmp_path / "file" / "store", NotADirectoryError),
+    ]:
+        with pytest.raises(error) as caught:
+            FileStore(path)
+        assert caught.value.filename == str(path)
+
+
+def test_a_full_disk_is_an_error_that_names_the_file_and_does_no_harm(
+    path: str, store: FileStore, start: Start
+) -> None:
+    child = start("""
+        import resource
+        store = opened()
+        store.set("before", "1")
+        resource.setrlimit(resource.RLIMIT_FSIZE, (os.path.getsize(sys.argv[1]) + 100, resource.RLIM_INFINITY))
+        for key, value in [("large", bytes(1000)), ("small", "2"), ("large", bytes(1000))]:
+            before = os.path.getsize(sys.argv[1])
+            try:
+                store.set(key, value)
+                say("done")
+            except OSError as error:
+                same = os.path.getsize(sys.argv[1]) == before
+                say(type(error).__name__, error.filename == sys.argv[1], same, store.check([key]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+        store.set("after", "3")
+    """)
+    assert [child.hear() for _ in range(3)] == ["OSError True True False", "done", "OSError True True False"]
+    assert store.multi_get(["before", "small", "after"]) == [b"1", b"2", b"3"]
+    assert not store.check(["large"])
+
+
+def test_a_file_that_is_removed_or_damaged_in_use_is_noticed_also_by_who_waits(
+    path: str, store: FileStore, threads: ThreadPoolExecutor
+) -> None:
+    store.set("key", "value")
+    waiting = threads.submit(store.get, "other")
+    os.unlink(path)
+    with pytest.raises(CorruptFile, match="removed"):
+        store.set("key", "value")
+    assert isinstance(waiting.exception(LONG_S), CorruptFile)
+    store.close()
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_a_log_cut_at_any_byte_of_its_last_record_goes_on_without_it(tmp_path: Path, whole: bool) -> None:
+    with FileStore(tmp_path / "original") as original:
+        original.multi_set(["one", "two"], ["1", "2"])
+        before = os.path.getsize(original.path)
+        original.set("last", "a value that is longer than the next")
+        data = Path(original.path).read_bytes()
+    for size in [len(data)] if whole else range(before, len(data)):
+        path = str(tmp_path / str(size))
+        Path(path).write_bytes(data[:size])
+        someone = LogFile(path)
+        someone.claim(1)  # so that it is not a dead run's
+        with FileStore(path) as store:
+            assert store.list_keys() == (["one", "two", "last"] if whole else ["one", "two"])
+            assert os.path.getsize(path) == size
+            store.set("next", "3")
+            someone.try_mutex()
+            assert len(someone.read().payloads) == (3 if whole else 2)
+            someone.close()
+
+
+def test_damage_in_the_middle_is_an_error_for_all(path: str, store: FileStore, start: Start) -> None:
+    store.set("key", "value" * 10)
+    store.set("other", "value")
+    with open(path, "r+b") as file:
+        file.seek(HEADER_BYTES + 40)
+        file.write(b"?")
+    child = start("""
+        try:
+            opened()
+        except Exception as error:
+            say(type(error).__name__, error.offset)
+    """)
+    assert child.hear() == f"CorruptFile {HEADER_BYTES}"
+
+
+# Dead runs
+
+
+def test_what_a_dead_run_left_is_not_obeyed(path: str, start: Start) -> None:
+    child = start("store = opened(); store.set('stale', '1'); store.add('count', 5); say('set'); hear()")
+    assert child.hear() == "set"
+    with FileStore(path) as store:
+        assert store.add("count", 1) == 6, "it lives, and so does its store"
+    child.kill()
+    assert os.path.exists(path)
+    with FileStore(path) as store:
+        assert store.num_keys() == 0 and store.add("count", 1) == 1
+    assert not os.path.exists(path)
+
+
+def test_of_many_newcomers_to_a_dead_run_one_starts_it_afresh(path: str, start: Start) -> None:
+    child = start("store = opened(); store.set('stale', '1'); say('set'); hear()")
+    assert child.hear() == "set"
+    child.kill()
+    newcomers = [
+        start("store = opened(); store.add('here', 1); store.barrier('all', 6); say(store.get('here')); store.close()")
+        for _ in range(6)
+    ]
+    assert [newcomer.hear() for newcomer in newcomers] == ["b'6'"] * 6
+    assert [newcomer.ends() for newcomer in newcomers] == [0] * 6
+    assert not os.path.exists(path)
+
+
+def test_opening_and_closing_at_once_never_loses_a_store(path: str, start: Start) -> None:
+    code = """
+        for number in range(60):
+            with opened() as store:
+                value = store.add(f"mine {os.getpid()}", 1)
+                assert value >= 1 and store.get(f"mine {os.getpid()}") == b"%d" % value
+        say("done")
+    """
+    children = [start(code) for _ in range(4)]
+    assert [child.hear() for child in children] == ["done"] * 4
+    assert [child.ends() for child in children] == [0] * 4
+    assert not os.path.exists(path)
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_handle_that_is_dropped_unclosed_is_no_member_any_more(path: str, start: Start, alone: bool) -> None:
+    child = start("store = opened(); watch = store.watch('lease'); say('ready')\nwhile True: say(watch.next().value)")
+    assert child.hear() == "ready"
+    dropped = FileStore(path, timeout=LONG_S)
+    other = None if alone else dropped.clone()
+    dropped.lease("lease", "value")
+    assert child.hear() == "b'value'"
+    del dropped
+    gc.collect()
+    if other is not None:
+        assert not other.check(["lease"])
+    assert child.hear() == "None"
+    child.kill()
+    if other is not None:
+        other.close()
+        assert not os.path.exists(path)
+
+
+# Writers
+
+
+def test_every_addition_of_many_processes_and_threads_counts_once(store: FileStore, start: Start) -> None:
+    code = """
+        from concurrent.futures import Future, ThreadPoolExecutor
+        one = opened()
+        handles = [one, one, one.clone(), opened()]
+        def count(handle):
+            for _ in range(100):
+                handle.add("count", 1)
+        with ThreadPoolExecutor(4) as pool:
+            list(pool.map(count, handles))
+        say("done")
+    """
+    children = [start(code) for _ in range(3)]
+    assert [child.hear() for child in children] == ["done"] * 3
+    assert store.get("count") == b"1200"
+
+
+def test_a_value_of_eight_megabytes_goes_from_process_to_process(store: FileStore, start: Start) -> None:
+    child = start("""
+        store = opened()
+        value = store.get("large")
+        store.set("ägain\\N{SNOWMAN}", value[::-1])
+        say(len(value))
+    """)
+    value = random.Random(1).randbytes(8 * 1024 * 1024)
+    store.set("large", value)
+    assert child.hear() == str(len(value))
+    assert store.get("ägain☃") == value[::-1]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_a_writer_killed_at_any_moment_loses_nothing_that_it_was_told_is_done(
+    path: str, store: FileStore, start: Start, seed: int
+) -> None:
+    """Some writers are killed, a reader reads all the time, and every acknowledged write is there in full."""
+    chance = random.Random(seed)
+    writer = """
+        store, name = opened(), sys.argv[2]
+        number = 0
+        while True:
+            number += 1
+            store.multi_set([f"{name}/{i}" for i in range(5)], [b"%d:" % number + bytes(40_000)] * 5)
+            store.queue_push(name, str(number))
+            say(number)
+    """
+    reader = start("""
+        store = opened()
+        say("reading")
+        while not store.check(["stop"]):
+            for name in ("0", "1", "2"):
+                keys = [f"{name}/{i}" for i in range(5)]
+                if store.check(keys):
+                    assert len(set(store.multi_get(keys))) == 1
+        say("done")
+    """)
+    assert reader.hear() == "reading"
+    writers = [start(writer, name) for name in range(3)]
+    for name, child in enumerate(writers):
+        for _ in range(chance.randint(1, 12)):
+            child.hear()
+        acknowledged = child.kill_and_count()
+        values = {value.partition(b":")[0] for value in store.multi_get([f"{name}/{i}" for i in range(5)])}
+        assert len(values) == 1 and acknowledged <= int(values.pop()) <= acknowledged + 1
+        assert acknowledged <= store.queue_len(str(name)) <= acknowledged + 1
+    store.set("stop", "")
+    assert reader.hear() == "done"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_process_killed_while_it_compacts_all_the_time_loses_nothing(
+    store: FileStore, start: Start, seed: int
+) -> None:
+    """What each counted and was told is there, and at most one more; what others hold is untouched."""
+    chance = random.Random(seed)
+    code = """
+        follower.COMPACT_BYTES, follower.COMPACT_RATIO = 300, 0
+        store, name = opened(), sys.argv[2]
+        while True:
+            say(store.add(name, 1))
+            store.queue_push("q", store.queue_pop("q"))
+    """
+    store.lease("lease", "value")
+    for item in "abcdef":
+        store.queue_push("q", item)
+    bystander = start(code, "bystander")
+    for number in range(3):
+        victim = start(code, f"victim {number}")
+        for _ in range(chance.randint(1, 30)):
+            victim.hear()
+        told = victim.kill_and_count()
+        assert told <= int(store.get(f"victim {number}")) <= told + 1
+    told = bystander.kill_and_count()
+    assert told <= int(store.get("bystander")) <= told + 1
+    assert store.get("lease") == b"value" and store.statistics().leased_keys == 1
+    assert 6 - 4 <= store.queue_len("q") <= 6, "each of the four may have had one in its hands"
+
+
+@pytest.mark.parametrize("locks", ["of openings", "of processes"])
+def test_every_item_of_a_queue_is_popped_once(store: FileStore, start: Start, locks: str) -> None:
+    code = """
+        filelog._HAS_OFD = sys.argv[2] == "of openings"
+        store = opened()
+        say("ready")
+        while (item := store.queue_pop("q")) != b"end":
+            say(item.decode())
+            store.queue_push("popped", item)
+    """
+    takers = [start(code, locks) for _ in range(3)]
+    assert [taker.hear() for taker in takers] == ["ready"] * 3
+    for number in range(150):
+        store.queue_push("q", str(number))
+    popped = Counter(int(store.queue_pop("popped")) for _ in range(150))
+    assert popped == Counter(range(150))
+    for _ in takers:
+        store.queue_push("q", "end")
+    assert [taker.ends() for taker in takers] == [0] * 3
+    said = [int(line) for taker in takers for line in taker.process.stdout or ()]
+    assert Counter(said) == popped
+
+
+def test_a_log_that_is_mostly_garbage_is_compacted_while_all_use_it(path: str, store: FileStore, start: Start) -> None:
+    code = """
+        store, name = opened(), sys.argv[2]
+        for number in range(1, 501):
+            store.set(name, str(number) + "." * 400)
+            store.add("count", 1)
+            store.queue_push("q", name)
+            store.queue_pop("q")
+        say("done")
+    """
+    store.set("quiet", "unchanged")
+    with store.watch("") as watch:
+        writers = [start(code, name) for name in "ab"]
+        last: Counter[str] = Counter()
+        while last != {"a": 500, "b": 500, "count": 1000}:
+            change = watch.next(LONG_S)
+            assert change.value is not None
+            number = int(change.value.partition(b".")[0])
+            assert number > last[change.key], "nothing twice, and nothing out of order"
+            last[change.key] = number
+        assert [writer.hear() for writer in writers] == ["done"] * 2
+        with pytest.raises(StoreTimeout):
+            watch.next(timeout=0)
+    assert os.path.getsize(path) < 2 * COMPACT_BYTES, "some 500 KB were written"
+    assert store.get("count") == b"1000" and store.get("quiet") == b"unchanged" and store.queue_len("q") == 0
+
+
+def test_arrivals_and_leases_outlast_a_compaction(
+    path: str, store: FileStore, start: Start, threads: ThreadPoolExecutor
+) -> None:
+    child = start("""
+        store = opened()
+        store.lease("lease", "value")
+        say("leased")
+        store.barrier("gate", 3)
+        say("through")
+        hear()
+    """)
+    assert child.hear() == "leased"
+    arrival = threads.submit(store.barrier, "gate", 3)
+    wait_until(store, lambda: store.check(["gate"]) and store.get("gate") == b"2")
+    for number in range(300):
+        store.set("garbage", str(number) + "." * 400)
+    assert os.path.getsize(path) < 2 * COMPACT_BYTES
+    assert not arrival.done() and store.get("gate") == b"2"
+    with FileStore(path) as third, store.watch("lease") as watch:
+        third.barrier("gate", 3)
+        arrival.result(LONG_S)
+        assert child.hear() == "through" and store.check(["lease"])
+        child.kill()
+        assert watch.next(LONG_S).value is None
+
+
+def wait_until(store: FileStore, true: Callable[[], bool]) -> None:
+    """Return when something has become true by a write to this store."""
+    with store.watch("") as watch:
+        while not true():
+            with contextlib.suppress(StoreTimeout):
+                watch.next(0.05)
+
+
+# Waiting
+
+
+@pytest.mark.parametrize(
+    ("waits", "wakes"),
+    [
+        ("store.get('key')", "store.set('key', 'b')"),
+        ("store.wait(['key', 'q'])", "store.queue_push('q', ''); store.add('key', 1)"),
+        ("store.multi_get(['key', 'other'])", "store.multi_set(['key', 'other'], ['1', '2'])"),
+        ("store.queue_pop('key')", "store.queue_push('key', 'item')"),
+        ("store.barrier('key', 2)", "store.barrier('key', 2)"),
+        (
+            "watch = store.watch('ke'); store.set('on', ''); watch.next()",
+            "store.wait(['on']); store.swap('key', None, '1')",
+        ),
+    ],
+)
+def test_a_waiting_process_is_woken_by_another(store: FileStore, start: Start, waits: str, wakes: str) -> None:
+    child = start(f"store = opened(); say('waiting'); {waits}; say('woken')")
+    assert child.hear() == "waiting"
+    waker = start(f"store = opened(); {wakes}; say('done')")
+    assert waker.hear() == "done" and child.hear() == "woken"
+
+
+def test_threads_of_one_process_wake_each_other_without_polling(
+    path: str, store: FileStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(filehub, "FIRST_POLL_S", 3600.0)
+    monkeypatch.setattr(filehub, "LAST_POLL_S", 3600.0)
+    with FileStore(path, timeout=LONG_S) as other, store.watch("key") as watch:
+        waits: list[Future[bytes] | Future[None]] = [
+            threads.submit(store.get, "key"),
+            threads.submit(other.wait, ["key"]),
+            threads.submit(other.queue_pop, "q"),
+            threads.submit(store.barrier, "gate", 2),
+        ]
+        change = threads.submit(watch.next)
+        other.barrier("gate", 2)
+        store.queue_push("q", "item")
+        other.set("key", "value")
+        assert [wait.result(LONG_S) for wait in waits] == [b"value", None, b"item", None]
+        assert change.result(LONG_S).value == b"value"
+
+
+def test_waiting_costs_a_few_polls_however_many_threads_wait(
+    store: FileStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: Counter[str] = Counter()
+    look = Follower.look
+
+    def counted(self: Follower) -> bool:
+        looks["all"] += 1
+        return look(self)
+
+    monkeypatch.setattr(Follower, "look", counted)
+    with pytest.raises(StoreTimeout):
+        store.get("missing", timeout=1)
+    assert 3 <= looks["all"] <= 1 + 6 + 20 + 2, "once, after 1 2 4 8 16 32 ms, every 50 ms, and at the end"
+    looks.clear()
+    waits = [threads.submit(store.wait, ["missing"], 1) for _ in range(16)]
+    assert all(isinstance(wait.exception(LONG_S), StoreTimeout) for wait in waits)
+    assert looks["all"] <= 29 + 16 * 8, "one polls for all, and each looks when it comes, takes over, and goes"
+
+
+def test_when_the_thread_that_polls_is_done_another_polls_on(
+    store: FileStore, start: Start, threads: ThreadPoolExecutor
+) -> None:
+    child = start("store = opened()\nwhile key := hear(): store.set(key, key)")
+    hub = store._backend._hub  # type: ignore[attr-defined]
+    waits: list[Future[bytes]] = []
+    for number in range(3):
+        waits.append(threads.submit(store.get, str(number)))
+        wait_for(hub, lambda number=number: hub.replica.statistics().waiters > number)  # type: ignore[misc]
+    for number in (2, 0, 1):
+        child.say(str(number))
+        assert waits[number].result(LONG_S / 2) == b"%d" % number
+
+
+def wait_for(hub: filehub.Hub, true: Callable[[], bool]) -> None:
+    """Return when something has become true in this process."""
+    with hub.lock:
+        while not true():
+            hub.changed.wait(0.01)
+
+
+def test_threads_get_the_items_of_a_queue_in_the_order_in_which_they_asked(
+    path: str, store: FileStore, threads: ThreadPoolExecutor
+) -> None:
+    hub = store._backend._hub  # type: ignore[attr-defined]
+    handles = [store, store.clone(), store, FileStore(path, timeout=LONG_S)]
+    waits = []
+    for place, handle in enumerate(handles):
+        waits.append(threads.submit(handle.queue_pop, "q"))
+        wait_for(hub, lambda place=place: len(hub.line) > place)  # type: ignore[misc]
+    for number in range(4):
+        store.queue_push("q", str(number))
+    assert [wait.result(LONG_S) for wait in waits] == [b"0", b"1", b"2", b"3"]
+    handles[1].close()
+    handles[3].close()
+
+
+def test_closing_wakes_whoever_waits_on_that_handle_only(store: FileStore, threads: ThreadPoolExecutor) -> None:
+    twin = store.clone()
+    watch = twin.watch("key")
+    calls: list[Callable[[], object]] = [
+        lambda: twin.get("key"),
+        lambda: twin.wait(["key"]),
+        lambda: twin.queue_pop("q"),
+        lambda: twin.barrier("gate", 2),
+        watch.next,
+    ]
+    waits = [threads.submit(call) for call in calls]
+    other = threads.submit(store.get, "key")
+    wait_until(store, lambda: store.check(["gate"]))
+    twin.close()
+    assert [type(wait.exception(LONG_S)) for wait in waits] == [StoreClosed] * 5
+    with pytest.raises(StoreClosed):
+        twin.set("key", "value")
+    with pytest.raises(StoreClosed):
+        twin.clone()
+    assert store.get("gate") == b"0" and not other.done()
+    store.set("key", "value")
+    assert other.result(LONG_S) == b"value"
+
+
+def test_ctrl_c_ends_a_wait_and_takes_its_arrival_back(store: FileStore, start: Start) -> None:
+    child = start("""
+        store, said = opened(), []
+        hub = store._backend._hub
+        sleep = hub.changed.wait
+        def wait(seconds):
+            if not said:
+                said.append(True)
+                say("asleep")
+            return sleep(seconds)
+        hub.changed.wait = wait
+        for call in (lambda: store.barrier("gate", 2), lambda: store.get("key"), lambda: store.queue_pop("q")):
+            said.clear()
+            try:
+                call()
+            except KeyboardInterrupt:
+                say("interrupted")
+        store.set("fine", "")
+        say(store.statistics().waiters)
+    """)
+    for _ in range(3):
+        assert child.hear() == "asleep"
+        assert store.get("gate") in (b"0", b"1")
+        child.process.send_signal(signal.SIGINT)
+        assert child.hear() == "interrupted"
+        assert store.get("gate") == b"0"
+    store.wait(["fine"])
+    assert child.hear() == "0"
+
+
+def test_a_stopped_process_that_holds_the_lock_delays_nobody_past_its_deadline(
+    path: str, store: FileStore, start: Start, threads: ThreadPoolExecutor
+) -> None:
+    store.set("key", "value")
+    child = start("log = filelog.LogFile(sys.argv[1]); say(log.try_mutex()); hear()")
+    assert child.hear() == "True"
+    assert store.get("key", timeout=0) == b"value" and store.check(["key"]), "reading takes no lock"
+    blocked = threads.submit(store.set, "other", "value")
+    with pytest.raises(StoreTimeout, match="missing"):
+        store.get("missing", timeout=0.05)
+    store.set_timeout(0.1)
+    with pytest.raises(StoreTimeout, match="another process holds the lock") as caught:
+        store.set("key", "other")
+    assert caught.value.timeout_s == GRACE_S and path in str(caught.value)
+    assert not blocked.done()
+    child.kill()
+    blocked.result(LONG_S)
+    store.set("key", "other")
+
+
+# Members
+
+
+@pytest.mark.parametrize("locks", ["of openings", "of processes"])
+def test_the_leases_and_arrivals_of_a_killed_process_vanish(store: FileStore, start: Start, locks: str) -> None:
+    child = start(
+        """
+        import threading
+        filelog._HAS_OFD = sys.argv[2] == "of openings"
+        store = opened()
+        store.lease("lease/1", "value")
+        twin = store.clone()
+        twin.lease("lease/2", "value")
+        store.lease("taken over", "value")
+        threading.Thread(target=store.barrier, args=("gate", 3), daemon=True).start()
+        hear()
+    """,
+        locks,
+    )
+    wait_until(store, lambda: store.check(["gate", "taken over"]))
+    store.set("taken over", "mine")
+    assert store.check(["lease/1", "lease/2"]) and store.get("gate") == b"1"
+    with store.watch("") as watch:
+        child.kill()
+        changes = {
+            (change.key, change.value) for change in (watch.next(LONG_S), watch.next(LONG_S), watch.next(LONG_S))
+        }
+    assert changes == {("lease/1", None), ("lease/2", None), ("gate", b"0")}
+    assert store.list_keys() == ["taken over", "gate"]
+
+
+def test_a_lease_ends_with_its_handle_also_for_others(store: FileStore, start: Start) -> None:
+    twin = store.clone()
+    lease = twin.lease("lease", "value")
+    kept = store.lease("kept", "value")
+    child = start("store = opened(); watch = store.watch(''); say(store.list_keys()); say(watch.next().key)")
+    assert child.hear() == "['lease', 'kept']"
+    twin.close()
+    assert child.hear() == "lease"
+    with pytest.raises(StoreClosed):
+        lease.release()
+    assert store.list_keys() == ["kept"] and kept.release() and store.num_keys() == 0
+
+
+def test_a_forked_child_is_a_member_of_its_own(path: str, store: FileStore, start: Start) -> None:
+    parent = start("""
+        store = opened()
+        store.lease("parent's", "value")
+        watch = store.watch("to the child")
+        if os.fork() == 0:
+            store.set("from the child", "value")
+            store.lease("child's", "value")
+            say(watch.next().key)
+            os._exit(0)
+        say(store.get("from the child"))
+        store.wait(["child's"])
+        say("there")
+        gone = store.watch("child's")
+        store.set("to the child", "value")
+        os.wait()
+        say(gone.next().value)
+        say(*store.list_keys(), sep=", ")
+        store.close()
+    """)
+    assert [parent.hear() for _ in range(4)] == ["b'value'", "there", "to the child", "None"]
+    assert parent.hear() == "parent's, from the child, to the child"
+
+
+def test_a_child_that_only_inherited_a_store_does_not_keep_its_parent_alive(store: FileStore, start: Start) -> None:
+    parent = start("""
+        store = opened()
+        store.lease("parent's", "value")
+        child = os.fork()
+        if child == 0:
+            say("forked")
+            store.close()
+            hear()
+            os._exit(0)
+        say(child)
+        signal.pause()
+    """)
+    said = {parent.hear(), parent.hear()}
+    (child,) = (int(line) for line in said - {"forked"})
+    assert "forked" in said and store.check(["parent's"])
+    with store.watch("parent's") as watch:
+        parent.kill()
+        assert watch.next(LONG_S).value is None
+    os.kill(child, 0)  # it lives on
+    os.kill(child, signal.SIGKILL)
+
+
+def test_a_fork_of_a_busy_process_hurts_neither(store: FileStore, start: Start) -> None:
+    parent = start("""
+        import threading
+        store = opened()
+        stop = threading.Event()
+        def work(name):
+            number = 0
+            while not stop.is_set():
+                number += 1
+                assert store.add(name, 1) == number
+        threads = [threading.Thread(target=work, args=(name,)) for name in "ab"]
+        for thread in threads: thread.start()
+        for number in range(20):
+            if os.fork() == 0:
+                store.add("forks", 1)
+                store.close()
+                os._exit(0)
+        results = [os.wait()[1] for _ in range(20)]
+        stop.set()
+        for thread in threads: thread.join()
+        say(results == [0] * 20, store.get("forks"))
+    """)
+    assert parent.hear() == "True b'20'"
+    assert store.get("forks") == b"20"
+
+
+def test_reads_and_writes_of_threads_on_one_handle_stay_in_order(store: FileStore, threads: ThreadPoolExecutor) -> None:
+    twins = [store, store, store.clone(), store.clone()]
+    stop = threading.Event()
+
+    def write(handle: FileStore, name: str) -> None:
+        for number in range(200):
+            handle.set(name, str(number))
+            assert handle.get(name) == b"%d" % number
+
+    def read(handle: FileStore) -> None:
+        seen: Counter[str] = Counter()
+        while not stop.is_set():
+            for name in handle.list_keys():
+                value = int(handle.get(name))
+                assert value >= seen[name]
+                seen[name] = value
+
+    readers = [threads.submit(read, handle) for handle in twins]
+    writers = [threads.submit(write, handle, str(number)) for number, handle in enumerate(twins)]
+    for writer in writers:
+        writer.result(LONG_S)
+    stop.set()
+    for reader in readers:
+        reader.result(LONG_S)
+
+
+def test_statistics_count_users_things_only(store: FileStore, start: Start) -> None:
+    child = start("store = opened(); store.lease('lease', 'value'); store.set('key', ''); say('done'); hear()")
+    assert child.hear() == "done"
+    statistics = store.statistics()
+    assert (statistics.keys, statistics.leased_keys, statistics.queues, statistics.revision) == (2, 1, 0, 2)
+    assert store.num_keys() == 2 and store.list_keys() == ["lease", "key"]

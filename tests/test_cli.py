@@ -1,0 +1,278 @@
+"""`rallypoint serve` as a real process: what it prints, writes, binds and adopts, how it refuses, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from tests.wire import AMPLE_S, NO_UVLOOP, Peer, http, read_line
+
+import rallypoint
+from rallypoint.cli import COMMANDS, main
+from rallypoint.errors import AddressTaken
+
+SAYS = re.compile(r"rallypoint serves at tcp://(\S+):(\d+)")
+COMMAND = [sys.executable, "-m", "rallypoint"]
+
+
+@contextlib.contextmanager
+def serve(*options: object, code: int = 0, **more: object) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the command; when the block ends it must have ended, or end by SIGTERM, with this exit code."""
+    child = subprocess.Popen(  # type: ignore[call-overload]
+        [*COMMAND, "serve", *map(str, options)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, **more
+    )
+    try:
+        yield child
+        child.terminate()
+        assert child.wait(AMPLE_S) == code
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def address(child: subprocess.Popen[bytes]) -> tuple[str, int]:
+    """Where the command says it serves."""
+    said = SAYS.fullmatch(read_line(child))
+    assert said
+    return said[1].strip("[]"), int(said[2])
+
+
+def fails(*options: object, **more: object) -> tuple[int, str]:
+    """Run the command when it must not serve; return its exit code and what it complains of."""
+    command = [*COMMAND, "serve", *map(str, options)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=AMPLE_S, check=False, **more)  # type: ignore
+    assert done.stdout == "" and "Traceback" not in done.stderr
+    return done.returncode, done.stderr
+
+
+def test_it_prints_where_it_serves_and_serves_there() -> None:
+    with serve("--port", 0) as child:
+        where = address(child)
+        assert where[0] == "127.0.0.1"
+        with Peer(where) as peer:
+            peer.work()
+        assert http(where, b"GET /healthz HTTP/1.0\r\n\r\n").endswith(b"ok\n")
+        store = rallypoint.connect(f"tcp://{where[0]}:{where[1]}")
+        store.set("k", "v")
+        assert store.get("k") == b"v"
+
+
+def test_the_installed_command_is_the_same() -> None:
+    command = Path(sys.executable).with_name("rallypoint")
+    done = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=AMPLE_S, check=True)
+    assert rallypoint.__version__ in done.stdout
+
+
+def test_without_uvloop_it_serves_too(tmp_path: Path) -> None:
+    (tmp_path / "uvloop.py").write_text(NO_UVLOOP)
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    with serve("--port", 0, env={**os.environ, "PYTHONPATH": path}) as child:
+        with Peer(address(child)) as peer:
+            peer.work()
+        maps = Path(f"/proc/{child.pid}/maps").read_text()
+        assert "uvloop" not in maps
+
+
+# The URL file
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_the_url_file_is_there_when_it_serves_and_gone_after(tmp_path: Path, end: signal.Signals) -> None:
+    file = tmp_path / "url"
+    file.write_text("tcp://an-earlier-run:1\n" * 100)
+    with serve("--port", 0, "--url-file", file) as child:
+        host, port = address(child)
+        assert file.read_text() == f"tcp://{host}:{port}\n"
+        assert os.listdir(tmp_path) == ["url"], "something was left beside it"
+        assert file.stat().st_mode & 0o777 == 0o644
+        child.send_signal(end)
+        assert child.wait(AMPLE_S) == 0
+        assert os.listdir(tmp_path) == []
+
+
+def test_the_url_file_of_a_successor_is_left_alone(tmp_path: Path) -> None:
+    file = tmp_path / "url"
+    with serve("--port", 0, "--url-file", file) as first:
+        address(first)
+        with serve("--port", 0, "--url-file", file) as second:
+            url = "tcp://{}:{}\n".format(*address(second))
+            first.terminate()
+            first.wait(AMPLE_S)
+            assert file.read_text() == url
+        assert not file.exists()
+
+
+def test_a_url_file_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    code, said = fails("--port", 0, "--url-file", tmp_path / "no" / "url")
+    assert code == 1 and said.startswith("Error: ") and said.count("\n") == 1 and "no/url" in said
+    code, said = fails("--port", 0, "--url-file", tmp_path)
+    assert code == 2 and "is a directory" in said
+
+
+# Sockets
+
+
+def test_it_adopts_a_bound_socket(tmp_path: Path) -> None:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        where = sock.getsockname()
+        with serve("--fd", sock.fileno(), "--url-file", tmp_path / "url", pass_fds=[sock.fileno()]) as child:
+            assert address(child) == where
+            with Peer(where) as peer:
+                peer.work(1)
+
+
+def test_it_adopts_several() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as one, socket.create_server(("127.0.0.2", 0)) as other:
+        numbers = (one.fileno(), other.fileno())
+        with serve("--fd", numbers[0], "--fd", numbers[1], pass_fds=numbers) as child:
+            assert address(child) == one.getsockname()
+            for sock in (one, other):
+                Peer(sock.getsockname()).close()
+
+
+def test_what_is_no_socket_to_listen_on_is_refused() -> None:
+    code, said = fails("--fd", 55)
+    assert code == 1 and "descriptor 55 is not a socket" in said
+    code, said = fails("--fd", 0, stdin=subprocess.DEVNULL)
+    assert code == 1 and "descriptor 0 is not a socket" in said
+    with socket.socket() as unbound:
+        code, said = fails("--fd", unbound.fileno(), pass_fds=[unbound.fileno()])
+        assert code == 1 and "is not bound to a port" in said
+
+
+def test_a_taken_port_is_one_line_and_names_the_address() -> None:
+    with serve("--port", 0) as child:
+        host, port = address(child)
+        code, said = fails("--port", port)
+        assert code == 1 and said.startswith(f"Error: cannot listen on {host}:{port}") and said.count("\n") == 1
+        with pytest.raises(AddressTaken, match=f"{host}:{port}"):
+            rallypoint.Server(port=port)
+        Peer((host, port)).close()
+
+
+def test_one_taken_address_of_several_is_enough_to_fail() -> None:
+    with serve("--host", "127.0.0.2", "--port", 0) as child:
+        port = address(child)[1]
+        code, said = fails("--host", "127.0.0.1", "--host", "127.0.0.2", "--port", port)
+        assert code == 1 and f"127.0.0.2:{port}" in said
+
+
+def reachable(host: str, port: int) -> bool:
+    with contextlib.suppress(OSError):
+        Peer((host, port)).close()
+        return True
+    return False
+
+
+def test_it_binds_exactly_what_was_asked() -> None:
+    with serve("--port", 0) as child:
+        port = address(child)[1]
+        assert reachable("127.0.0.1", port)
+        assert reachable("::ffff:127.0.0.1", port), "PyTorch's clients come in this way"
+        assert not reachable("127.0.0.2", port)
+        assert not reachable("::1", port)
+    with serve("--host", "127.0.0.2", "--host", "127.0.0.3", "--port", 0) as child:
+        where = address(child)
+        assert where[0] == "127.0.0.2"
+        assert [reachable(f"127.0.0.{n}", where[1]) for n in (1, 2, 3)] == [False, True, True]
+
+
+def test_every_address_is_bound_only_when_that_was_asked() -> None:
+    with serve("--host", "0.0.0.0", "--port", 0) as child:
+        host, port = address(child)
+        assert host == socket.gethostname(), "an address that clients elsewhere can use"
+        assert reachable("127.0.0.1", port) and reachable("127.0.0.2", port)
+
+
+@pytest.mark.needs("torch")
+def test_an_unmodified_torch_client_gets_in() -> None:
+    from torch.distributed import TCPStore
+
+    with serve("--port", 0) as child:
+        host, port = address(child)
+        for name in (host, "localhost"):
+            store = TCPStore(name, port, is_master=False, timeout=timedelta(seconds=AMPLE_S))
+            store.set("k", "v")
+            assert store.get("k") == b"v" and store.add("n", 2) % 2 == 0
+            del store
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["--fd", 9000, "--port", 1], "goes without --host and --port"),
+        (["--fd", 9000, "--host", "127.0.0.1"], "goes without --host and --port"),
+        (["--fd", 9000, "--fd", 9001, "--fd", 9000], "more than once"),
+        (["--port", 65536], "65536 is not in the range"),
+        (["--port", -1], "-1 is not in the range"),
+        (["--port", "http"], "not a valid integer"),
+        (["--fd", -1], "-1 is not in the range"),
+        (["--max-memory", "lots"], "'lots' is not a size"),
+        (["--max-memory", "0"], "'0' is not a size"),
+        (["--max-memory", "-5"], "not a size"),
+        (["--max-connection-memory", "1M"], "'1M' is too little"),
+        (["extra"], "unexpected extra argument"),
+        (["--nothing"], "No such option"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: list[object], says: str) -> None:
+    result = CliRunner().invoke(main, ["serve", *map(str, options)])
+    assert result.exit_code == 2
+    assert says in result.output.replace("\n", " ")
+
+
+@pytest.mark.parametrize("host", ["", "no.such.host.invalid", "192.0.2.1", "300.1.1.1", "a..b"])
+def test_a_host_that_is_not_ours_is_refused(host: str) -> None:
+    code, said = fails("--host", host, "--port", 0)
+    assert code == 1 and said.startswith("Error: cannot listen on") and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["64M", "64m", "64MiB", "64 MB", "67108864"])
+def test_sizes_may_be_written_as_people_do(text: str) -> None:
+    with serve("--port", 0, "--max-memory", text) as child:
+        page = http(address(child), b"GET / HTTP/1.0\r\n\r\n").decode()
+        assert "<td>67108864</td>" in page
+
+
+def test_help() -> None:
+    done = subprocess.run([*COMMAND, "--help"], capture_output=True, text=True, timeout=AMPLE_S, check=True)
+    assert all(name in done.stdout for name in COMMANDS)
+    for name in COMMANDS:
+        for option in ("--help", "-h"):
+            result = CliRunner().invoke(main, [name, option])
+            assert result.exit_code == 0 and result.output.startswith("Usage:")
+    assert "--url-file" in CliRunner().invoke(main, ["serve", "--help"]).output
+    assert CliRunner().invoke(main, ["dance"]).exit_code == 2
+
+
+# The end
+
+
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_it_in_order_and_hangs_up_on_everybody(end: signal.Signals) -> None:
+    with serve("--port", 0) as child:
+        where = address(child)
+        peers = [Peer(where) for _ in range(5)]
+        peers[0].wait(b"/never")
+        child.send_signal(end)
+        assert child.wait(AMPLE_S) == 0
+        for peer in peers:
+            assert peer.rest() == b""
+            peer.close()
+        assert child.stderr and child.stderr.read() == b""
+        with serve("--port", where[1]) as again:
+            assert address(again) == where
