@@ -28,13 +28,12 @@ World = Callable[[Path], contextlib.AbstractContextManager[Callable[[], Place]]]
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of store, and the operations that it does not have."""
+    """One kind of store."""
 
     name: str
     world: World
     shared: bool
     """Whether other processes can open it."""
-    lacks: frozenset[str] = frozenset()
     prefix: str = ""
 
     def __str__(self) -> str:
@@ -87,7 +86,7 @@ def prefixed(kind: Kind) -> Kind:
 BARE = [
     Kind("hash", hash_world, shared=False),
     Kind("file", file_world, shared=True),
-    Kind("tcp", tcp_world, shared=True, lacks=frozenset({"swap", "delete_prefix", "lease", "watch"})),
+    Kind("tcp", tcp_world, shared=True),
 ]
 KINDS = [*BARE, prefixed(BARE[0])]
 """What most tests run on: a prefix is one and the same view of all kinds."""

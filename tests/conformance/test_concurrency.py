@@ -70,7 +70,6 @@ def take_by_swap(store: Store, name: str) -> bool:
         pytest.param(kind, take, id=f"{kind}-{operation}")
         for kind in KINDS
         for operation, take in {"compare_set": take_by_compare_set, "swap": take_by_swap}.items()
-        if operation not in kind.lacks
     ],
     indirect=["kind"],
 )
@@ -251,7 +250,6 @@ def test_processes_meet_at_a_barrier(store: Store, spawn: Callable[..., Child]) 
         pytest.param(kind, operation, id=f"{kind}-{operation}")
         for kind in BARE
         for operation in ("get", "wait", "multi_get", "queue_pop", "barrier", "watch")
-        if operation not in kind.lacks
     ],
     indirect=["kind"],
 )

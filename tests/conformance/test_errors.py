@@ -18,11 +18,10 @@ from rallypoint import (
     StoreClosed,
     StoreError,
     StoreTimeout,
-    Unsupported,
 )
 
 from .calls import Call
-from .kinds import KINDS, Kind, Place
+from .kinds import Kind, Place
 
 MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS = 8191, 8 * 1024 * 1024, 131_072
 
@@ -186,8 +185,7 @@ def test_a_key_of_the_limit_works_and_one_byte_more_is_refused(furnished: Store,
             MAX_KEY_BYTES,
         )
         assert picture(furnished) == before
-        if operation not in kind.lacks:
-            call(furnished, longest)
+        call(furnished, longest)
     assert furnished.check(["there", "items"])
 
 
@@ -344,25 +342,3 @@ def test_an_empty_queue_is_named(store: Store) -> None:
     error = raised(lambda: store.queue_pop("jobs", block=False))
     assert isinstance(error, QueueEmpty)
     assert error.key == "jobs"
-
-
-LACKING: dict[str, Callable[[Store], Any]] = {
-    "swap": lambda s: s.swap("k", None, "v"),
-    "delete_prefix": lambda s: s.delete_prefix("k"),
-    "lease": lambda s: s.lease("k", "v"),
-    "watch": lambda s: s.watch("k"),
-}
-
-
-@pytest.mark.parametrize(
-    ("kind", "operation"),
-    [pytest.param(kind, operation, id=f"{kind}-{operation}") for kind in KINDS for operation in sorted(kind.lacks)],
-    indirect=["kind"],
-)
-def test_what_a_kind_lacks_it_names(furnished: Store, operation: str) -> None:
-    before = picture(furnished)
-    error = raised(lambda: LACKING[operation](furnished))
-    assert isinstance(error, Unsupported) and isinstance(error, NotImplementedError)
-    assert error.operation == operation
-    assert error.store in str(error) and error.why in str(error)
-    assert picture(furnished) == before

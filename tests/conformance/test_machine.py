@@ -17,7 +17,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, precondition, rule, run_state_machine_as_test
 
-from rallypoint import Lease, NotAnInteger, PrefixStore, Store, Unsupported
+from rallypoint import Lease, PrefixStore, Store
 
 from .kinds import EVERY_VIEW, Kind, Place
 from .model import LARGEST, SMALLEST, Model, Refused, View
@@ -55,7 +55,7 @@ class Agreement(RuleBasedStateMachine):
         self.sessions["two"] = self.sessions["one"].clone()
         self.leases: list[tuple[Lease, View]] = []
         self.queues: set[str] = set()
-        self.watch = None if "watch" in kind.lacks else self.sessions["one"].watch()
+        self.watch = self.sessions["one"].watch()
         assert self.sessions["one"].list_keys() == []
 
     def handle(self, number: int) -> tuple[Store, View]:
@@ -70,18 +70,13 @@ class Agreement(RuleBasedStateMachine):
         """Make the same call on both and compare."""
         store, view = self.handle(number)
         call = getattr(store, operation)
-        if operation in self.kind.lacks:
-            with pytest.raises(Unsupported) as refused:
-                call(*arguments, **options)
-            assert refused.value.operation == operation
-            return None
         expected = outcome(getattr(view, operation), *arguments, **options)
         if expected[0] == "raises":
             _, kind, fields = expected
             with pytest.raises(kind) as caught:
                 call(*arguments, **options)
             assert type(caught.value) is kind
-            assert {name: getattr(caught.value, name) for name in fields} == self.as_said(kind, fields, view)
+            assert {name: getattr(caught.value, name) for name in fields} == fields
             answer = None
         else:
             answer = call(*arguments, **options)
@@ -93,20 +88,12 @@ class Agreement(RuleBasedStateMachine):
         self.see_changes()
         return answer
 
-    def as_said(self, kind: type[Exception], fields: dict[str, Any], view: View) -> dict[str, Any]:
-        """Known flaw: NotAnInteger names the key with its prefixes. In test_errors.py that is expected to fail."""
-        if kind is NotAnInteger:
-            prefix = f"{self.kind.prefix}/" if self.kind.prefix else ""
-            return {**fields, "key": prefix + view.prefix + fields["key"]}
-        return fields
-
     def see_changes(self) -> None:
         """Take as many changes from the watch as the model has; they must be the same."""
         expected, self.model.changes = self.model.changes, []
-        if self.watch is not None:
-            seen = [self.watch.next(LONG_ENOUGH_S) for _ in expected]
-            told = [(change.key, change.value) for change in seen]
-            assert sorted(told, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+        seen = [self.watch.next(LONG_ENOUGH_S) for _ in expected]
+        told = [(change.key, change.value) for change in seen]
+        assert sorted(told, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
 
     @rule(handle=HANDLES, key=KEYS, value=VALUES)
     def set(self, handle: int, key: str, value: bytes) -> None:

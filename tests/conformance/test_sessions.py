@@ -15,7 +15,7 @@ from .kinds import KINDS, Place
 
 def having(*operations: str, shared: bool = False) -> pytest.MarkDecorator:
     """Run a test on the kinds of store that have these operations."""
-    able = [kind for kind in KINDS if not kind.lacks.intersection(operations) and (kind.shared or not shared)]
+    able = [kind for kind in KINDS if kind.shared or not shared]
     return pytest.mark.parametrize("kind", able, ids=str, indirect=True)
 
 

@@ -52,6 +52,7 @@ class Session:
         "_kept_bytes",
         "_pushed",
         "_pushes",
+        "_suspended",
         "_taken",
         "_waiting",
         "_watches",
@@ -73,6 +74,7 @@ class Session:
         self._kept: dict[int, bytes] = {}
         self._waiting: dict[int, Waiter] = {}
         self._watches: dict[int, Watch] = {}
+        self._suspended: set[int] = set()
         self._taken: dict[int, tuple[bytes, bytes]] = {}
         self._pushes: deque[tuple[int, bytes]] = deque()
         self._pushed = 0
@@ -119,7 +121,9 @@ class Session:
                 return b""
             if number in self._kept:
                 return self._kept[number]
-            if kind not in _READS:
+            if number in self._suspended:
+                self._suspended.discard(number)
+            elif kind not in _READS:
                 raise BadMessage(f"request {number} came again after it was confirmed")
         try:
             answer = _DO[kind](self, request, now)
@@ -161,6 +165,14 @@ class Session:
         if handle.want in (Want.ITEM, Want.COUNT):  # the others only read, and may do so again
             self._keep(number, reply)
         return reply
+
+    def suspend(self) -> None:
+        """While the client is away, let others have the items that it waits for; it asks again when it comes back."""
+        for number, waiter in list(self._waiting.items()):
+            if waiter.want is Want.ITEM:
+                del self._waiting[number]
+                self._suspended.add(number)
+                self._engine.drop(waiter)
 
     def resume(self, pushes_seen: int) -> bytes:
         """Return the pushes that a client which comes back has not seen."""
@@ -326,6 +338,7 @@ class Sessions:
         if session.over:
             self._end(session)
         else:
+            session.suspend()
             self._away[session] = now + self.grace_s
 
     def expire(self, now: float) -> list[Session]:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
-from rallypoint.errors import QueueEmpty, Unsupported
+from rallypoint.errors import NotAnInteger, QueueEmpty, Unsupported
 from rallypoint.store.view import DEFAULT_TIMEOUT_S, View, whole_amount
 
 __all__ = ["Backend", "Change", "Feed", "Lease", "Pipeline", "Store", "Watch"]
@@ -249,7 +249,10 @@ class Store(View):
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter kept as decimal text (a missing key is 0) and return its new value."""
-        return self._backend.add(self._name(key), whole_amount(key, amount))
+        try:
+            return self._backend.add(self._name(key), whole_amount(key, amount))
+        except NotAnInteger as error:
+            raise NotAnInteger(key=key, value=error.value) from None
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write if the value is the expected one; return the value after the call, as PyTorch does.
@@ -329,7 +332,11 @@ class Store(View):
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
         name, deadline = self._name(key), self._deadline(timeout)
-        if self._backend.barrier(name, world_size, deadline) is not None:
+        try:
+            outcome = self._backend.barrier(name, max(-(2**63), min(world_size, 2**63 - 1)), deadline)
+        except NotAnInteger as error:
+            raise NotAnInteger(key=key, value=error.value) from None
+        if outcome is not None:
             what = f"fewer than {world_size} callers came to {key!r}"
             raise self._timed_out("barrier", [key], [key], deadline, what)
 

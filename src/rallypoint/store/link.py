@@ -16,6 +16,9 @@ from rallypoint.errors import ConnectFailed, ConnectionLost
 
 __all__ = ["PING", "Link"]
 
+LONGEST_S = 1e6
+"""The longest time-out that is asked of a socket; none takes an endless one."""
+
 _NONCE = 0x52414C4C
 
 PING = encode(Op.PING, _NONCE)
@@ -53,7 +56,7 @@ class Link:
     def send(self, request: bytes, operation: str, deadline: Deadline) -> None:
         """Send a request, or several."""
         try:
-            self._socket.settimeout(max(deadline.remaining(), 0.001))
+            self._socket.settimeout(min(max(deadline.remaining(), 0.001), LONGEST_S))
             self._socket.sendall(request)
         except OSError as error:
             raise self._lost(operation, error, deadline) from error
@@ -63,7 +66,7 @@ class Link:
         buffer = self._buffer
         try:
             while len(buffer) < size:
-                self._socket.settimeout(max(deadline.remaining(), 0.001))
+                self._socket.settimeout(min(max(deadline.remaining(), 0.001), LONGEST_S))
                 piece = self._socket.recv(max(65536, min(size - len(buffer), 1 << 20)))
                 if not piece:
                     raise ConnectionLost(peer=self._peer, operation=operation, why="the server closed it")

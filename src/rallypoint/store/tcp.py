@@ -292,7 +292,7 @@ class TorchBackend(Backend):
         return not set(keys).difference(self.list_keys(b""))
 
     def _missing(self, keys: Sequence[bytes]) -> TimedOut:
-        return TimedOut(tuple(key for key in keys if not self.check([key])))
+        return TimedOut(tuple(key for key in dict.fromkeys(keys) if not self.check([key])))
 
     def _looks(self, deadline: Deadline) -> Iterator[None]:
         """Look once, and again after growing pauses until the deadline."""
@@ -307,7 +307,8 @@ class TorchBackend(Backend):
         """Find out whether the server hung up because the key is no number, for it does not say."""
         try:
             value = self._values([key])[0] if self.check([key]) else b"0"
-            int(value)
+            if not -(2**63) <= int(value) < 2**63:
+                raise ValueError
         except ValueError:
             return NotAnInteger(key=show(key[1:]), value=value)
         except Exception:

@@ -39,7 +39,10 @@ class View:
     @property
     def timeout(self) -> timedelta:
         """How long blocking calls wait where they are not told."""
-        return timedelta(seconds=self._timeout_s)
+        try:
+            return timedelta(seconds=self._timeout_s)
+        except OverflowError:
+            return timedelta.max
 
     def set_timeout(self, timeout: Timeout) -> None:
         """Set how long blocking calls of this handle wait where they are not told."""
