@@ -250,7 +250,8 @@ def test_it_outlives_a_fork_of_its_parent_that_drops_it() -> None:
 
 
 def test_ctrl_c_is_the_parents_to_judge() -> None:
-    pause = textwrap.indent(START + "signal.pause()\n", "    ")
+    listen = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"  # whatever this shell ignores
+    pause = textwrap.indent(listen + START + "signal.pause()\n", "    ")
     code = f"try:\n{pause}except KeyboardInterrupt:\n    print('judged', flush=True)\n"
     with script(code + "sys.stdin.read()", start_new_session=True) as parent:
         pid, port = map(int, read_line(parent).split())

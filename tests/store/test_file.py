@@ -21,11 +21,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from types import FrameType
 
 import pytest
 
 from rallypoint import CorruptFile, FileStore, StoreClosed, StoreTimeout
 from rallypoint.core.log import HEADER_BYTES, MAGIC
+from rallypoint.core.replica import Replica
 from rallypoint.store import filehub
 from rallypoint.store.file import GRACE_S
 from rallypoint.store.filelog import LogFile
@@ -126,6 +128,7 @@ def test_an_empty_file_is_a_new_store_and_a_path_may_be_of_any_kind() -> None:
         assert store.path == file.name and store.world_size == 2
         store.set("key", "value")
         assert FileStore(Path(file.name)).get("key") == b"value"
+    assert not os.path.exists(file.name), "a handle that is dropped does not count"
 
 
 def test_the_file_outlives_all_but_the_last_handle(path: str, start: Start) -> None:
@@ -151,8 +154,6 @@ def test_a_store_is_found_again_after_a_change_of_directory(path: str, monkeypat
         store.set("key", "value")
         store.clone().close()
         assert store.path == "store" and FileStore(path).get("key") == b"value"
-    del store
-    gc.collect()
 
 
 def test_two_names_of_one_file_are_one_store(path: str, store: FileStore) -> None:
@@ -658,6 +659,77 @@ def test_ctrl_c_ends_a_wait_and_takes_its_arrival_back(store: FileStore, start: 
         assert store.get("gate") == b"0"
     store.wait(["fine"])
     assert child.hear() == "0"
+
+
+@pytest.mark.parametrize(
+    "operation",
+    [
+        lambda store: store.set("key", "value"),
+        lambda store: store.add("count", 1),
+        lambda store: store.get("there"),
+        lambda store: store.queue_push("q", "item"),
+        lambda store: store.queue_pop("q", timeout=0),
+        lambda store: store.lease("lease", "value"),
+        lambda store: store.barrier("gate", 1),
+        lambda store: store.set("large", "x" * COMPACT_BYTES),
+    ],
+)
+def test_an_interrupt_inside_any_call_leaves_the_store_as_others_see_it(
+    path: str, store: FileStore, operation: Callable[[FileStore], object]
+) -> None:
+    """A signal is handled where a function begins; so there the interrupt comes, each time one function later."""
+    store.multi_set(["there", "garbage"], ["1", "x"])
+    hub = store._backend._hub  # type: ignore[attr-defined]
+    calls, done = 0, False
+    while not done:
+        calls += 1
+        store.queue_push("q", "item")
+        interrupt, before = Interrupt(calls), sys.gettrace()
+        sys.settrace(interrupt)
+        try:
+            operation(store)
+            done = True
+        except KeyboardInterrupt:
+            pass
+        finally:
+            sys.settrace(before)
+        assert not hub.lock.locked() and not hub.line and hub._poller is None
+        seen = as_others_see_it(path)
+        assert store.num_keys() == seen.num_keys()
+        assert vars_of(hub.replica) == vars_of(seen), f"interrupted in call {calls} of the operation"
+    assert calls > 10
+
+
+class Interrupt:
+    """A trace function that raises KeyboardInterrupt where the n-th function of ours begins."""
+
+    def __init__(self, calls: int) -> None:
+        self.left = calls
+
+    def __call__(self, frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and f"{os.sep}rallypoint{os.sep}" in frame.f_code.co_filename:
+            self.left -= 1
+            if self.left == 0:
+                raise KeyboardInterrupt
+
+
+def as_others_see_it(path: str) -> Replica:
+    """What a process sees that comes now, if nobody has kept the mutex."""
+    with contextlib.closing(LogFile(path)) as log:
+        assert log.try_mutex(), "somebody has kept the mutex"
+        newcomer = Follower(log, lambda: None)
+        newcomer.enter()
+        return newcomer.replica
+
+
+def vars_of(replica: Replica) -> tuple[object, ...]:
+    return (
+        replica.values(),
+        {key: list(queue) for key, queue in replica._queues.items()},
+        set(replica.arrivals),
+        set(replica.owners),
+        replica.revision,
+    )
 
 
 def test_a_stopped_process_that_holds_the_lock_delays_nobody_past_its_deadline(

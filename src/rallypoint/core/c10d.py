@@ -297,10 +297,7 @@ class Conversation:
             self._engine.drop(turn)
 
     def _wake_self(self, told: int, replies: list[bytes]) -> int:
-        """Where a client's own request ended its wait, answer that here: whatever it asked next is answered after.
-
-        Looks at what the engine has had to tell since it had `told` things, and returns how many it has now.
-        """
+        """Answer a wait that the client's own request ended before what it asked next; return how far was looked."""
         outbox = self._engine.outbox
         for place in range(told, len(outbox)):
             waiter, answer = outbox[place]

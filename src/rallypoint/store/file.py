@@ -18,7 +18,6 @@ item would wait for a taker that hangs.
 
 from __future__ import annotations
 
-import copy
 import os
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
@@ -161,8 +160,8 @@ class FileBackend(Backend):
         member = self._here().admit()
         if member is None:
             raise StoreClosed(store=self.name)
-        twin = copy.copy(self)
-        twin._member = member
+        twin = FileBackend.__new__(FileBackend)
+        twin.__dict__.update(self.__dict__, _member=member)
         return twin
 
     def close(self) -> None:

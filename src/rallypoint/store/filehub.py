@@ -119,11 +119,11 @@ class Hub:
         fresh = self.follower.look()
         if fresh and not self.follower.dead():
             return
-        at_once = fresh or deadline is None
+        patience = Deadline(0) if fresh or deadline is None else deadline
         try:
-            self.exclusively(_nothing, Deadline(0) if deadline is None or fresh else deadline)
+            self.exclusively(_nothing, patience)
         except StoreTimeout:
-            if not at_once:
+            if patience is deadline:
                 raise
 
     def exclusively(self, work: Callable[[Follower], _T], deadline: Deadline) -> _T:
@@ -164,7 +164,8 @@ class Hub:
     def is_turn_of(self, who: object) -> bool:
         """Say whether one is the first in line for its queue, and there is an item."""
         key = self.line[who]
-        return self.replica.queue_len(key) > 0 and who is next(one for one, queue in self.line.items() if queue == key)
+        waiting = [one for one, queue in self.line.items() if queue == key]
+        return waiting[0] is who and self.replica.queue_len(key) > 0
 
     def rest(self, ready: Callable[[], object], check_open: Callable[[], None], deadline: Deadline) -> bool:
         """Sleep, and poll where no other thread does, until something is ready; False when the time is up."""
