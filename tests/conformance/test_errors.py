@@ -173,7 +173,7 @@ def test_a_key_of_the_limit_works_and_one_byte_more_is_refused(furnished: Store,
     own_prefix = len(f"{kind.prefix}/".encode()) if kind.prefix else 0
     room = MAX_KEY_BYTES - own_prefix
     longest = letter * (room // len(letter.encode())) + "k" * (room % len(letter.encode()))
-    for operation, call in BY_KEY.items():
+    for call in BY_KEY.values():
         before = picture(furnished)
         with pytest.raises(LimitExceeded) as caught:
             call(furnished, longest + "k")
