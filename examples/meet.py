@@ -1,6 +1,6 @@
 """Four workers meet at a store, exchange addresses and count together: what rallypoint is for, in a few seconds.
 
-    python examples/meet.py
+python examples/meet.py
 """
 
 import os

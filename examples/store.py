@@ -1,6 +1,6 @@
 """A store from Python: set, get, count, wait, and an error that says what is missing.
 
-    python examples/store.py [URL]
+python examples/store.py [URL]
 """
 
 import sys

@@ -1,6 +1,6 @@
 """A watch and a lease: see workers come and go as it happens.
 
-    python examples/watch.py
+python examples/watch.py
 """
 
 import rallypoint

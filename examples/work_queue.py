@@ -1,6 +1,6 @@
 """A work queue: two workers take items in turn, every item goes to one of them, and nobody polls.
 
-    python examples/work_queue.py [URL]
+python examples/work_queue.py [URL]
 """
 
 import sys
