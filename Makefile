@@ -7,7 +7,7 @@ ARGS   ?=
 # Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
 # Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.
 WANT   ?= torch bench
-DEBIAN ?= redis-server
+DEBIAN ?= redis-server iproute2
 
 BIN   := .venv/bin
 SETUP := $(PYTHON) tools/setup.py

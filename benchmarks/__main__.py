@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks import barrier, connect, orientation, startup, throughput
+from benchmarks import barrier, client, connect, orientation, startup, throughput
 from benchmarks.rig import CORES, Missing, pin, say
 from benchmarks.table import table
 
@@ -20,6 +20,7 @@ SUBJECTS = {
     "throughput": throughput,
     "barrier": barrier,
     "connect": connect,
+    "client": client,
     "orientation": orientation,
     "startup": startup,
 }

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import os
 import shutil
+import subprocess
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
@@ -33,9 +34,21 @@ def _importable(module: str) -> bool:
     return True
 
 
+def _makes_namespaces() -> bool:
+    """Say whether this process may make network namespaces, by making one."""
+    ip = shutil.which("ip") or "/usr/sbin/ip"
+    if os.geteuid() != 0 or not os.access(ip, os.X_OK):
+        return False
+    name = f"rally-probe-{os.getpid()}"
+    made = subprocess.run([ip, "netns", "add", name], capture_output=True).returncode == 0
+    subprocess.run([ip, "netns", "del", name], capture_output=True)
+    return made
+
+
 PARTS: dict[str, Callable[[], bool]] = {
     "torch": lambda: _importable("torch"),
     "redis": lambda: shutil.which("redis-server") is not None,
+    "netns": _makes_namespaces,
 }
 """A part, and how to find out whether it is here."""
 

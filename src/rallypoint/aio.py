@@ -20,7 +20,7 @@ from rallypoint import net
 from rallypoint.core import native
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.native import ACCEPTED, PREFACE, Client, Reply, Request, Status, error_of
-from rallypoint.core.records import Swap, TimedOut
+from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import (
     ConnectFailed,
@@ -37,6 +37,9 @@ from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
 
 __all__ = ["AsyncStore", "connect"]
+
+FOREVER_S = 1e9
+"""The longest wait that is asked of a server."""
 
 _Self = TypeVar("_Self", bound="AsyncStore")
 
@@ -86,7 +89,7 @@ class _Session:
         self._endpoint = endpoint
         self._core = Client(net.caller_name())
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
-        self._watches: dict[int, asyncio.Queue[Change | None]] = {}
+        self._watches: dict[int, asyncio.Queue[Event | None]] = {}
         self._transport: asyncio.Transport | None = None
         self._link: _Link | None = None
         self._welcome: asyncio.Future[Reply] | None = None
@@ -105,7 +108,8 @@ class _Session:
                 if isinstance(error, RallypointError):
                     raise
                 tried[self.peer] = getattr(error, "strerror", None) or str(error) or "no answer"
-            if deadline.expired():
+                refused = isinstance(error, BadMessage)
+            if refused or deadline.expired():
                 raise ConnectFailed(peer=self.peer, timeout_s=deadline.timeout_s, tried=tried)
             await asyncio.sleep(min(0.05, deadline.remaining()))
 
@@ -114,9 +118,12 @@ class _Session:
         transport, link = await loop.create_connection(lambda: _Link(self), *self._endpoint)
         try:
             transport.write(PREFACE)
-            if await link.greeting != ACCEPTED:
+            answer = await link.greeting
+            if answer == PREFACE[-len(ACCEPTED) :]:
                 why = "a plain PyTorch server answers there; use rallypoint.connect"
                 raise Unsupported(operation="asyncio", store=self.peer, why=why)
+            if answer != ACCEPTED:
+                raise BadMessage(f"not a store: it answered {answer!r}")
             self._welcome = loop.create_future()
             transport.write(self._core.greet())
             self._grace_s = self._core.welcome(await self._welcome, self.peer)
@@ -129,25 +136,27 @@ class _Session:
     def received(self, data: bytes) -> None:
         """Hand out what came."""
         try:
-            replies = self._core.receive(data)
+            for reply in self._core.receive(data):
+                self._deliver(reply)
+            if self._transport is not None and self.over is None:
+                self._transport.write(self._core.confirm())
         except BadMessage as error:
             self.end(ConnectionLost(peer=self.peer, operation="reading", why=str(error)))
-            return
-        for reply in replies:
-            if self._welcome is not None and not self._welcome.done():
-                self._welcome.set_result(reply)
-                continue
-            if not self._core.expects(reply):
-                continue
-            self._core.settle(reply)
-            if reply.number:
-                future = self._waiting.pop(reply.number, None)
-                if future is not None and not future.done():
-                    future.set_result(reply)
-            else:
-                number, revision, key, value = reply.result
+
+    def _deliver(self, reply: Reply) -> None:
+        """Hand out one reply. That of a call is settled by who awaits it, who may be cancelled before it can."""
+        if self._welcome is not None and not self._welcome.done():
+            self._welcome.set_result(reply)
+        elif self._core.expects(reply):
+            future = self._waiting.get(reply.number)
+            if future is None:
+                self._core.settle(reply)
+            elif not future.done():
+                future.set_result(reply)
+            if not reply.number:
+                number, event = reply.event()
                 if number in self._watches:
-                    self._watches[number].put_nowait(Change(key, value, revision))
+                    self._watches[number].put_nowait(event)
 
     def cut(self, link: _Link) -> None:
         """Mend a lost connection, unless it was let go."""
@@ -167,27 +176,33 @@ class _Session:
         except RallypointError as error:
             self.end(error)
 
-    async def ask(self, kind: type[Request], *arguments: Any, number: list[int] | None = None) -> Reply:
+    async def ask(self, kind: type[Request], *arguments: Any) -> Reply:
         """Send a request and wait for its answer; cancelled, take it back."""
+        return await self.answer(self.send(kind, *arguments))
+
+    def send(self, kind: type[Request], *arguments: Any) -> int:
+        """Send a request, now or once a cut is mended, and return its number."""
         if self.over is not None:
             raise copy.copy(self.over)
-        mine, request = self._core.ask(kind, *arguments)
-        if number is not None:
-            number.append(mine)
-        future = self._waiting[mine] = asyncio.get_running_loop().create_future()
+        number, request = self._core.ask(kind, *arguments)
         if self._transport is not None:
             self._transport.write(request)
+        return number
+
+    async def answer(self, number: int) -> Reply:
+        """Wait for the answer to a request that was just sent; cancelled, take it back."""
+        future = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
             reply: Reply = await future
-            return reply
         except asyncio.CancelledError:
-            self._waiting.pop(mine, None)
-            self._core.forget(mine)
+            self._core.forget(number)
             if self.over is None:
-                _, request = self._core.ask(native.Drop, mine)
-                if self._transport is not None:
-                    self._transport.write(request)
+                self.send(native.Drop, number)
             raise
+        finally:
+            self._waiting.pop(number, None)
+        self._core.settle(reply)
+        return reply
 
     def end(self, reason: RallypointError) -> None:
         """Refuse every further call, and end those under way."""
@@ -195,7 +210,6 @@ class _Session:
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(copy.copy(self.over))
-        self._waiting.clear()
         for queue in self._watches.values():
             queue.put_nowait(None)
         if self._transport is not None:
@@ -294,7 +308,10 @@ class AsyncStore(View):
 
     async def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Return when `world_size` callers have come to this key."""
-        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), world_size)
+        if isinstance(world_size, bool) or not isinstance(world_size, int):
+            raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
+        size = max(-(2**63), min(world_size, 2**63 - 1))
+        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), size)
 
     async def lease(self, key: str, value: str | bytes) -> None:
         """Write a key that vanishes with this store's session."""
@@ -302,21 +319,19 @@ class AsyncStore(View):
 
     async def watch(self, prefix: str = "") -> AsyncIterator[Change]:
         """Yield every change of a key that starts with `prefix`, from the first `anext` on, until closed."""
-        session, number = self._session, []  # type: tuple[_Session, list[int]]
-        queue: asyncio.Queue[Change | None] = asyncio.Queue()
-        asking = asyncio.ensure_future(session.ask(native.Watch, self._name(prefix), number=number))
+        session, queue = self._session, asyncio.Queue()  # type: tuple[_Session, asyncio.Queue[Event | None]]
+        number = session.send(native.Watch, self._name(prefix))
+        session._watches[number] = queue
         try:
-            await asyncio.sleep(0)
-            session._watches[number[0]] = queue
-            await asking
-            while (change := await queue.get()) is not None:
-                yield change._replace(key=self._unname(cast(bytes, change.key)))
+            self._result(await session.answer(number))
+            while (event := await queue.get()) is not None:
+                yield Change(self._unname(event.key), event.value, event.revision)
             raise copy.copy(cast(RallypointError, session.over))
         finally:
-            session._watches.pop(number[0], None)
+            session._watches.pop(number, None)
             if session.over is None:
                 with contextlib.suppress(RallypointError):
-                    await session.ask(native.Drop, number[0])
+                    await session.ask(native.Drop, number)
 
     async def close(self) -> None:
         """End the session: leases are given up, waiting calls raise StoreClosed."""
@@ -335,7 +350,7 @@ class AsyncStore(View):
         self, operation: str, keys: Sequence[str], timeout: Timeout | None, kind: type[Request], *arguments: Any
     ) -> Any:
         deadline = self._deadline(timeout)
-        outcome = self._result(await self._session.ask(kind, *arguments, deadline.timeout_s))
+        outcome = self._result(await self._session.ask(kind, *arguments, min(deadline.timeout_s, FOREVER_S)))
         if isinstance(outcome, TimedOut):
             raise self._timed_out(operation, keys, self._unnamed(outcome.missing), deadline)
         return outcome

@@ -254,6 +254,16 @@ ROWS = [
         why="As PyTorch's server: the count is not below 0.",
     ),
     Row(
+        "append-same",
+        "the value after `append` of `v` to `v`",
+        after(lambda s: s.set("k", "v"), after(lambda s: s.append("k", "v"), lambda s: s.get("k"))),
+        tcp="b'vv'",
+        hash="b'vv'",
+        file="b'v'",
+        ours="b'vv'",
+        why="An append loses nothing, also where it says what is there already.",
+    ),
+    Row(
         "delete-missing",
         "`delete_key` of what is missing",
         lambda s: s.delete_key("k"),

@@ -98,6 +98,8 @@ def row_of(torch: str, through: bool, call: tuple[Any, ...], view: View) -> str 
         return "pop-key"
     if operation == "delete_key" and torch == "file" and name not in values:
         return "delete-missing"
+    if operation == "append" and torch == "file" and values.get(name) == arguments[1]:
+        return "append-same"
     return None
 
 

@@ -144,7 +144,7 @@ def test_a_lost_server_is_torchs_network_error():
         outside.set("k", "v")
     with pytest.raises(dist.DistNetworkError) as caught:
         outside.get("k")
-    assert isinstance(caught.value, rallypoint.ConnectionLost) and isinstance(caught.value, ConnectionError)
+    assert isinstance(caught.value, rallypoint.SessionLost) and isinstance(caught.value, ConnectionError)
 
 
 def test_every_error_of_ours_has_a_torch_side():

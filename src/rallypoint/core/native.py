@@ -27,6 +27,7 @@ from msgspec import Meta, Struct
 from rallypoint.core import c10d
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
+from rallypoint.core.records import Event
 from rallypoint.errors import NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
 
 __all__ = [
@@ -35,6 +36,7 @@ __all__ = [
     "VERSION",
     "Client",
     "Frames",
+    "GARBLED",
     "Hello",
     "Reply",
     "Request",
@@ -59,6 +61,9 @@ MAX_FRAME_BYTES = 1 << 30
 
 CONFIRM_EVERY = 64
 """How many answers a client takes before it tells the server to forget them."""
+
+GARBLED = (ValueError, TypeError, RecursionError)
+"""What msgspec raises for bytes that make no sense: its own errors, and Python's for bad text and deep nesting."""
 
 _LENGTH = struct.Struct("<I")
 
@@ -246,7 +251,6 @@ def frame(body: Any) -> bytes:
 
 
 _encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder().decode
 
 
 def whole(data: bytes) -> bytes | None:
@@ -301,16 +305,30 @@ class Reply(NamedTuple):
     status: int
     result: Any
 
+    def event(self) -> tuple[int, Event]:
+        """Read a push: the number of its watch's request, and what happened."""
+        try:
+            number, revision, key, value = msgspec.convert(self.result, tuple[int, int, bytes, bytes | None])
+        except msgspec.ValidationError as error:
+            raise BadMessage(f"the server's push makes no sense: {error}") from None
+        return number, Event(revision, key, value)
+
+
+_decode = msgspec.msgpack.Decoder(Reply).decode
+
 
 def error_of(reply: Reply, store: str) -> StoreError:
     """Make the error that a server answered with."""
-    kind, fields = reply.result
-    if "key" in fields:
-        fields["key"] = fields["key"].removeprefix("/")
-    return _ERRORS[kind](**fields) if kind in _ERRORS else StoreError(f"{store} refused: {kind} {fields}")
+    try:
+        kind, fields = reply.result
+        if "key" in fields:
+            fields["key"] = fields["key"].removeprefix("/")
+        return _ERRORS[kind](**fields)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return StoreError(f"{store} refused: {reply.result}")
 
 
-_ERRORS = {"NotAnInteger": NotAnInteger, "StoreFull": StoreFull}
+_ERRORS: dict[str, type[StoreError]] = {"NotAnInteger": NotAnInteger, "StoreFull": StoreFull}
 
 
 class Client:
@@ -352,15 +370,18 @@ class Client:
     def ask(self, kind: type[Request], *arguments: Any) -> tuple[int, bytes]:
         """Number a request; return the number and what to send."""
         number = self._next
-        self._next = number + 1
         request = frame(kind(number, *arguments))
-        if self._unconfirmed >= CONFIRM_EVERY:
-            self._unconfirmed = 0
-            confirm = frame(Confirm(0, number - 1, list(self._open), self._pushes_seen))
-            self._open[number] = request
-            return number, confirm + request
+        sent = request if self._unconfirmed < CONFIRM_EVERY else self.confirm() + request
+        self._next = number + 1
         self._open[number] = request
-        return number, request
+        return number, sent
+
+    def confirm(self) -> bytes:
+        """Return what tells the server to forget what was delivered, or nothing when that was little."""
+        if self._unconfirmed < CONFIRM_EVERY:
+            return b""
+        self._unconfirmed = 0
+        return frame(Confirm(0, self._next - 1, list(self._open), self._pushes_seen))
 
     def receive(self, data: bytes) -> list[Reply]:
         """Take what came; return what is in it, in order. Each is to be settled once it was delivered."""
@@ -371,8 +392,8 @@ class Client:
     def _read(self, payload: bytes) -> Reply:
         self._unconfirmed += 1 + (len(payload) >> 14)
         try:
-            return Reply(*_decode(payload))
-        except (msgspec.MsgspecError, TypeError) as error:
+            return _decode(payload)
+        except GARBLED as error:
             raise BadMessage(f"the server said what makes no sense: {error}") from None
 
     def expects(self, reply: Reply) -> bool:
@@ -383,6 +404,8 @@ class Client:
         """Note that a reply was delivered: its request is not repeated, and its push not sent again."""
         if reply.number:
             self._open.pop(reply.number, None)
+            if isinstance(reply.result, bytes):  # an item, which goes back to its queue if we die unconfirmed
+                self._unconfirmed += CONFIRM_EVERY
         else:
             self._pushes_seen = reply.status
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import takewhile
 from typing import Any
 
 import msgspec
@@ -22,7 +23,7 @@ import msgspec
 from rallypoint.core import native
 from rallypoint.core.c10d import REPLIES_BYTES, BadMessage
 from rallypoint.core.engine import Engine
-from rallypoint.core.native import Frames, Hello, Request, Status, Welcome, frame, whole
+from rallypoint.core.native import GARBLED, Frames, Hello, Request, Status, Welcome, frame, whole
 from rallypoint.core.records import Answer, Event, TimedOut, Waiter, Want, Watch
 from rallypoint.errors import StoreError
 
@@ -45,6 +46,7 @@ class Session:
     """What the server knows of one client."""
 
     __slots__ = (
+        "_beating",
         "_beats",
         "_engine",
         "_highest",
@@ -62,7 +64,7 @@ class Session:
         "over",
     )
 
-    def __init__(self, engine: Engine, identity: bytes, name: str) -> None:
+    def __init__(self, engine: Engine, identity: bytes, name: str, beating: dict[Session, None]) -> None:
         self.id = identity
         self.name = name
         self.link: object = None
@@ -80,6 +82,7 @@ class Session:
         self._pushed = 0
         self._kept_bytes = 0
         self._beats: dict[bytes, tuple[float, float]] = {}  # leased key: its time to live, and until when it lives
+        self._beating = beating  # all sessions that have such leases
 
     @property
     def overdue(self) -> str:
@@ -98,7 +101,7 @@ class Session:
         """Give up the leases whose heart stopped beating."""
         for key, (_, until) in list(self._beats.items()):
             if until <= now:
-                del self._beats[key]
+                self._still(key)
                 self._engine.unlease(key, self)
 
     def next_end(self) -> float:
@@ -116,7 +119,9 @@ class Session:
         kind = request.__class__
         if number > self._highest:
             self._highest = number
-        elif number:
+        elif kind not in _UNNUMBERED:
+            if number <= 0:
+                raise BadMessage(f"{kind.__name__} has number {number}, and requests count from 1")
             if number in self._waiting:
                 return b""
             if number in self._kept:
@@ -152,12 +157,12 @@ class Session:
             return push
         assert isinstance(handle, Waiter)
         dropped = self._waiting.pop(number, None) is None
-        if isinstance(answer, bytes):
-            if dropped:
-                self._engine.queue_push(handle.keys[0], answer, front=True)
-            self._taken[number] = (handle.keys[0], answer)
         if dropped:
+            if isinstance(answer, bytes):
+                self._engine.queue_push(handle.keys[0], answer, front=True)
             return b""
+        if isinstance(answer, bytes):
+            self._taken[number] = (handle.keys[0], answer)
         if isinstance(answer, TimedOut):
             reply = frame((number, Status.TIMED_OUT, answer.missing))
         else:
@@ -165,6 +170,12 @@ class Session:
         if handle.want in (Want.ITEM, Want.COUNT):  # the others only read, and may do so again
             self._keep(number, reply)
         return reply
+
+    def give_back(self) -> None:
+        """At the end: items whose taker may never have seen them go back to the front of their queues."""
+        for key, item in reversed(self._taken.values()):
+            self._engine.queue_push(key, item, front=True)
+        self._taken.clear()
 
     def suspend(self) -> None:
         """While the client is away, let others have the items that it waits for; it asks again when it comes back."""
@@ -224,6 +235,12 @@ class Session:
             self._taken[number] = (request.key, outcome)
         return self._wait(outcome, number, timeout_s)
 
+    def _pop(self, request: native.Pop, now: float) -> Any:
+        item = self._engine.queue_pop(request.key)
+        if item is not None:
+            self._taken[request.number] = (request.key, item)
+        return item
+
     def _arrive(self, request: native.Arrive, now: float) -> Any:
         number, timeout_s = request.number, request.timeout_s
         outcome = self._engine.barrier(request.key, request.size, self, now + timeout_s, number)
@@ -249,24 +266,32 @@ class Session:
 
     def _lease(self, request: native.Lease, now: float) -> Any:
         self._engine.set(request.key, request.value, self)
-        self._beats.pop(request.key, None)
+        self._still(request.key)
         if request.ttl_s:
             self._beats[request.key] = (request.ttl_s, now + request.ttl_s)
+            self._beating[self] = None
 
     def _unlease(self, request: native.Unlease, now: float) -> Any:
-        self._beats.pop(request.key, None)
+        self._still(request.key)
         return self._engine.unlease(request.key, self)
+
+    def _still(self, key: bytes) -> None:
+        """Expect no heartbeat for a lease any more."""
+        if self._beats.pop(key, None) and not self._beats:
+            self._beating.pop(self, None)
 
     def _beat(self, request: native.Beat, now: float) -> Any:
         self._beats = {key: (ttl_s, now + ttl_s) for key, (ttl_s, _) in self._beats.items()}
         return _LATER
 
     def _bye(self, request: native.Bye, now: float) -> Any:
+        self._taken.clear()  # who says goodbye has seen its answers
         self.over = True
 
 
 _LATER = object()
 _READS = frozenset(native.READS)
+_UNNUMBERED = (native.Confirm, native.Beat)
 _DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
     native.Set: lambda s, r, now: s._engine.set(r.key, r.value),
     native.Get: Session._get,
@@ -283,7 +308,7 @@ _DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
     native.Count: lambda s, r, now: s._engine.num_keys(r.prefix),
     native.List: lambda s, r, now: s._engine.list_keys(r.prefix),
     native.Push: lambda s, r, now: s._engine.queue_push(r.key, r.value),
-    native.Pop: lambda s, r, now: s._engine.queue_pop(r.key),
+    native.Pop: Session._pop,
     native.Take: Session._take,
     native.QueueLen: lambda s, r, now: s._engine.queue_len(r.key),
     native.Arrive: Session._arrive,
@@ -306,7 +331,8 @@ class Sessions:
         self.grace_s = grace_s
         self._engine = engine
         self._sessions: dict[bytes, Session] = {}
-        self._away: dict[Session, float] = {}
+        self._away: dict[Session, float] = {}  # until when; in that order, for all have the same grace
+        self._beating: dict[Session, None] = {}
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
@@ -322,7 +348,7 @@ class Sessions:
             return None, frame((0, Status.REFUSED, (self.identity, why)))
         unseen = b""
         if session is None:
-            session = self._sessions[new_id] = Session(self._engine, new_id, hello.name)
+            session = self._sessions[new_id] = Session(self._engine, new_id, hello.name, self._beating)
         else:
             unseen = session.resume(hello.pushes_seen)
             self._away.pop(session, None)
@@ -343,23 +369,24 @@ class Sessions:
 
     def expire(self, now: float) -> list[Session]:
         """End the sessions whose grace is over, and return them."""
-        ended = [session for session, until in self._away.items() if until <= now]
+        ended = [session for session, _ in takewhile(lambda away: away[1] <= now, self._away.items())]
         for session in ended:
             self._end(session)
-        for session in self._sessions.values():
-            if session._beats:
-                session.expire(now)
+        for session in list(self._beating):
+            session.expire(now)
         return ended
 
     def next_end(self) -> float:
         """Return when the next grace, or the next heartbeat's time, is over; infinity where none is."""
-        beats = min((session.next_end() for session in self._sessions.values()), default=float("inf"))
-        return min(beats, *self._away.values()) if self._away else beats
+        beats = min((session.next_end() for session in self._beating), default=float("inf"))
+        return min(beats, next(iter(self._away.values()), float("inf")))
 
     def _end(self, session: Session) -> None:
         session.over = True
         self._away.pop(session, None)
+        self._beating.pop(session, None)
         self._sessions.pop(session.id, None)
+        session.give_back()
         self._engine.end(session)
 
 
@@ -412,28 +439,28 @@ class Caller:
             return self._greet(payload)
         if session.link is not self._link:
             raise BadMessage("another connection carries its session now")
-        if session.overdue:
-            raise BadMessage(session.overdue)
         try:
             request = _decode(payload)
-        except msgspec.MsgspecError as error:
+        except GARBLED as error:
             return _misunderstood(payload, error)
+        if session.overdue and request.__class__ is not native.Confirm:
+            raise BadMessage(session.overdue)
         return session.request(request, now)
 
     def _greet(self, payload: bytes) -> bytes:
         try:
             hello = _decode_hello(payload)
-        except msgspec.MsgspecError as error:
+        except GARBLED as error:
             raise BadMessage(f"not a greeting: {error}") from None
         self.session, reply = self._sessions.enter(hello, self._link, self._new_id)
         return reply
 
 
-def _misunderstood(payload: bytes, error: msgspec.MsgspecError) -> bytes:
+def _misunderstood(payload: bytes, error: Exception) -> bytes:
     """Refuse a request that makes no sense here, if it has a number; without one there is nobody to answer."""
     try:
         _, number, *_ = msgspec.msgpack.decode(payload)
-    except (msgspec.MsgspecError, TypeError, ValueError):
+    except GARBLED:
         number = None
     if not isinstance(number, int) or number <= 0:
         raise BadMessage(f"not a request: {error}")

@@ -114,7 +114,8 @@ class House:
         self._connections.discard(connection)
         self._newcomers.pop(connection, None)
         self.deliver()
-        self.tick()
+        if self.sessions.next_end() < self.ticks_at:
+            self.tick()
 
     def hold(self, connection: Connection, amount: int, grown: int) -> None:
         """Count what is held for a connection; past the limit, drop those first for whom it has been held longest.

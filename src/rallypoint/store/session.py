@@ -80,6 +80,7 @@ class SessionBackend(Backend):
 
     def queue_pop(self, key: bytes) -> bytes | None:
         item: bytes | None = self._wire.ask("queue_pop", native.Pop, key)
+        self._wire.confirm()
         return item
 
     def queue_len(self, key: bytes) -> int:
@@ -111,6 +112,7 @@ class SessionBackend(Backend):
 
     def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
         item: bytes | TimedOut = self._wire.ask("queue_pop", native.Take, key, wait_s=deadline.remaining())
+        self._wire.confirm()
         return item
 
     def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:

@@ -73,12 +73,14 @@ class NotOurs(Exception):
 class Slot:
     """Where one call, or one watch, gets what came for it."""
 
-    __slots__ = ("answers", "bell", "waiting")
+    __slots__ = ("answers", "bell", "session", "waiting")
 
     def __init__(self) -> None:
         self.answers: deque[Reply | Event | RallypointError] = deque()
         self.bell: threading.Lock | None = None
         self.waiting = False
+        self.session: Client | None = None
+        """Of a watch: the session that it belongs to."""
 
     def give(self, answer: Reply | Event | RallypointError) -> None:
         self.answers.append(answer)
@@ -145,6 +147,14 @@ class Wire:
             if self._slots:
                 self._wake_another()
         return self._result(answer)
+
+    def confirm(self) -> None:
+        """Tell the server now what was delivered here, if that is more than a little."""
+        with self._sender:
+            with self._lock:
+                data = self._core.confirm()
+            if data:
+                self._send(data)
 
     def ask_all(self, calls: Sequence[tuple[type[Request], tuple[Any, ...]]]) -> list[Any]:
         """Send requests together and wait for all their answers; raise the first error among them."""
@@ -223,15 +233,29 @@ class Wire:
         """Ask for the changes under a prefix; return the watch's number, and where its events come."""
         if os.getpid() != self._pid:
             self._after_fork()
-        slot = Slot()
-        with self._sender:
-            number, request = self._number(native.Watch, slot, prefix)
-            self._send(request)
-        self._await(slot, Deadline(self._patience_s), "watch")
+        slot, number = Slot(), 0
+        slot.session = self._core
+        early: list[Any] = []  # events: after a cut they come before the answer, which is asked for again
+        try:
+            with self._sender:
+                number, request = self._number(native.Watch, slot, prefix)
+                self._send(request)
+            while isinstance(answer := self._await(slot, Deadline(self._patience_s), "watch"), Event):
+                early.append(answer)
+        except BaseException:
+            self._slots.pop(number, None)
+            self._abandon(number)
+            raise
+        finally:
+            self._wake_another()
+        slot.answers.extendleft(reversed(early))
+        self._result(answer)
         return number, slot
 
     def event(self, slot: Slot, deadline: Deadline) -> Event | TimedOut:
         """Return the next event of a watch."""
+        if os.getpid() != self._pid or slot.session is not self._core:
+            raise SessionLost(peer=self._peer, why="this process was forked off, and the watch is its parent's")
         try:
             answer = self._await(slot, deadline, "watch")
         except ConnectionLost:
@@ -245,13 +269,18 @@ class Wire:
 
     def unwatch(self, number: int, slot: Slot) -> None:
         """Give up a watch, and wake whoever waits for its events."""
-        with contextlib.suppress(RallypointError):
-            self.ask("watch", native.Drop, number)
+        if os.getpid() == self._pid and slot.session is self._core:
+            with contextlib.suppress(RallypointError):
+                self.ask("watch", native.Drop, number)
+            self._slots.pop(number, None)
         slot.give(StoreClosed(store=f"a watch of {self.label}"))
-        self._slots.pop(number, None)
 
     def close(self) -> None:
-        if self._over is None and os.getpid() == self._pid and self._sender.acquire(timeout=1.0):
+        if os.getpid() != self._pid:  # a forked child: the connection, and perhaps a lock, are its parent's
+            self._over = StoreClosed(store=self.label)
+            self._socket.close()
+            return
+        if self._over is None and self._sender.acquire(timeout=1.0):
             with contextlib.suppress(OSError, RallypointError):
                 self._socket.settimeout(1.0)
                 self._socket.sendall(self._number(native.Bye, Slot())[1])
@@ -343,14 +372,31 @@ class Wire:
         """Deliver what came; what an interruption leaves undelivered comes again after the cut that it makes."""
         try:
             with self._lock:
-                for reply in self._core.receive(data):
+                replies = self._core.receive(data)
+                for reply in replies:
                     self._mended = 0
                     self._deliver(reply)
+            if replies and not replies[-1].number:
+                self._confirm()
         except BadMessage as error:
             self._end(ConnectionLost(peer=self._peer, operation="reading", why=str(error)))
         except BaseException:
             self._socket.close()
             raise
+
+    def _confirm(self) -> None:
+        """Let the server forget pushes, which no request may follow; not while a sender waits for us to read on."""
+        if not self._sender.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                confirm = self._core.confirm()
+            if self._socket.send(confirm, socket.MSG_DONTWAIT) < len(confirm):
+                self._socket.close()  # in the middle of a frame; whoever mends the cut says it again
+        except OSError:
+            pass
+        finally:
+            self._sender.release()
 
     def _deliver(self, reply: Reply) -> None:
         if not self._core.expects(reply):
@@ -360,10 +406,10 @@ class Wire:
             if slot is not None:
                 slot.give(reply)
         else:
-            number, revision, key, value = reply.result
+            number, event = reply.event()
             slot = self._slots.get(number)
             if slot is not None:
-                slot.give(Event(revision, key, value))
+                slot.give(event)
         self._core.settle(reply)
 
     # The connection

@@ -1,0 +1,501 @@
+"""The asyncio front: every operation, time-outs, cancellation, watches, cuts, and the end of server and store."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from contextlib import aclosing, asynccontextmanager
+from typing import Any
+
+import pytest
+from tests.cutter import UP, Cutter
+
+import rallypoint
+from rallypoint import aio
+from rallypoint.aio import AsyncStore
+from rallypoint.core.native import ACCEPTED, PREFACE, Status, Welcome, frame
+from rallypoint.deadline import Deadline
+
+DEADLINE_S = 60
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[rallypoint.Server]:
+    with rallypoint.Server() as server:
+        yield server
+
+
+@pytest.fixture(autouse=True)
+def clean(server: rallypoint.Server) -> Iterator[None]:
+    yield
+    with rallypoint.connect(server.url) as store:
+        store.delete_prefix("")
+
+
+def run(main: Coroutine[Any, Any, Any]) -> Any:
+    """Run one scenario, which may not take for ever."""
+    return asyncio.run(asyncio.wait_for(main, DEADLINE_S))
+
+
+@asynccontextmanager
+async def opened(port: int, count: int = 1) -> AsyncIterator[list[AsyncStore]]:
+    stores = [await aio.connect(f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S) for _ in range(count)]
+    try:
+        yield stores
+    finally:
+        for store in stores:
+            await store.close()
+
+
+async def until(true: Callable[[], bool], what: str) -> None:
+    """Look until something is so, and let the others run."""
+    deadline = Deadline(DEADLINE_S)
+    while not await asyncio.to_thread(true):
+        assert not deadline.expired(), f"not within {DEADLINE_S} s: {what}"
+
+
+async def until_waiting(server: rallypoint.Server, count: int) -> None:
+    await until(lambda: server.statistics()["waiting"] == count, f"{count} requests wait")
+
+
+def test_every_operation(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            await store.set("k", "v")
+            assert await store.get("k") == b"v"
+            assert [await store.add("n", 5), await store.add("n", -2)] == [5, 3]
+            assert await store.compare_set("k", "v", "w") == b"w"
+            assert await store.swap("k", "other", "x") == (False, b"w")
+            assert await store.swap("new", None, "x") == (True, b"x")
+            await store.append("k", b"!")
+            assert await store.check(["k", "n"]) and not await store.check(["k", "absent"])
+            await store.wait(["k", "n"])
+            await store.multi_set(["a", "b"], ["1", b"2"])
+            assert await store.multi_get(["a", "b", "k"]) == [b"1", b"2", b"w!"]
+            assert await store.delete_key("a") and not await store.delete_key("a")
+            assert sorted(await store.list_keys()) == ["b", "k", "n", "new"]
+            assert await store.num_keys() == 4
+            await store.queue_push("q", "i")
+            assert await store.queue_len("q") == 1
+            assert await store.queue_pop("q") == b"i"
+            await store.barrier("gate", 1)
+            await store.lease("leased", "v")
+            assert await store.delete_prefix("ne") == 1
+
+    run(main())
+    assert not rallypoint.connect(server.url).check(["leased"])
+
+
+def test_errors_are_those_of_the_blocking_store(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            await store.set("k", "word")
+            for call, error in (
+                (store.add("k", 1), rallypoint.NotAnInteger),
+                (store.queue_pop("q", block=False), rallypoint.QueueEmpty),
+                (store.set("k" * 10_000, "v"), rallypoint.LimitExceeded),
+                (store.set("k", 5), TypeError),  # type: ignore[arg-type]
+                (store.add("k", 2**63), ValueError),
+                (store.barrier("b", "2"), TypeError),  # type: ignore[arg-type]
+            ):
+                with pytest.raises(error):
+                    await call
+            assert await store.get("k") == b"word"
+
+    run(main())
+
+
+def test_a_prefix_in_the_url(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        store = await aio.connect(f"{server.url}/job", timeout=DEADLINE_S)
+        async with store, opened(server.port) as (whole,):
+            await store.set("k", "v")
+            assert await whole.list_keys() == ["job/k"]
+            assert (await store.list_keys(), await store.num_keys()) == (["k"], 1)
+
+    run(main())
+
+
+def test_time_outs_say_what_is_missing(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            await store.set("here", "v")
+            for call, missing in (
+                (store.get("k", timeout=0.01), ("k",)),
+                (store.wait(["here", "k"], timeout=0.01), ("k",)),
+                (store.multi_get(["k", "here"], timeout=0), ("k",)),
+                (store.queue_pop("q", timeout=0.01), ("q",)),
+                (store.barrier("b", 2, timeout=0.01), ("b",)),
+            ):
+                with pytest.raises(rallypoint.StoreTimeout) as caught:
+                    await call
+                assert caught.value.missing == missing
+            await until_waiting(server, 0)
+
+    run(main())
+
+
+@pytest.mark.parametrize("timeout", [float("inf"), 1e12])
+def test_one_may_wait_for_ever(timeout: float, server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            waiting = asyncio.create_task(store.get("late", timeout=timeout))
+            await until_waiting(server, 1)
+            await store.set("late", "v")
+            assert await waiting == b"v"
+
+    run(main())
+
+
+def test_many_at_once(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port, 3) as stores:
+            waiting = [asyncio.create_task(stores[0].get(f"late {number}")) for number in range(200)]
+            totals = await asyncio.gather(*(stores[number % 3].add("n", 1) for number in range(600)))
+            assert sorted(totals) == list(range(1, 601))
+            await asyncio.gather(*(stores[1].set(f"late {number}", str(number)) for number in range(200)))
+            assert await asyncio.gather(*waiting) == [b"%d" % number for number in range(200)]
+            await asyncio.gather(*(store.barrier("gate", 3) for store in stores))
+
+    run(main())
+
+
+# Cancellation
+
+BLOCKED: dict[str, Callable[[AsyncStore], Awaitable[Any]]] = {
+    "get": lambda store: store.get("late"),
+    "wait": lambda store: store.wait(["late"]),
+    "multi_get": lambda store: store.multi_get(["late", "later"]),
+    "queue_pop": lambda store: store.queue_pop("late"),
+    "barrier": lambda store: store.barrier("gate", 2),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_a_cancelled_call_leaves_nothing_behind(name: str, server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            tasks = [asyncio.ensure_future(BLOCKED[name](store)) for _ in range(1 if name == "barrier" else 3)]
+            await until_waiting(server, len(tasks))
+            for task in tasks:
+                task.cancel()
+            assert all(isinstance(end, asyncio.CancelledError) for end in await gathered(tasks))
+            await until_waiting(server, 0)
+            if name == "barrier":
+                assert await store.get("gate") == b"0"
+            await store.queue_push("late", "item")
+            assert await store.queue_pop("late", block=False) == b"item"
+
+    run(main())
+
+
+async def gathered(tasks: list[asyncio.Future[Any]]) -> list[Any]:
+    return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def test_wait_for_cancels_cleanly(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            with pytest.raises(asyncio.TimeoutError):
+                await asyncio.wait_for(store.queue_pop("q"), 0.01)
+            await until_waiting(server, 0)
+            await store.queue_push("q", "item")
+            assert await store.queue_len("q") == 1
+
+    run(main())
+
+
+def test_an_item_that_comes_while_its_taker_is_cancelled_is_not_lost(server: rallypoint.Server) -> None:
+    """Cancelled at every step around the answer: the item is either the taker's or still in the queue."""
+
+    async def main() -> None:
+        async with opened(server.port, 2) as (store, other):
+            for steps in range(40):
+                task = asyncio.ensure_future(store.queue_pop("q"))
+                pushed = asyncio.ensure_future(other.queue_push("q", str(steps)))
+                for _ in range(steps):
+                    await asyncio.sleep(0)
+                task.cancel()
+                (end,) = await gathered([task])
+                await pushed
+                await store.add("settled", 1)  # behind the Drop
+                left = await other.queue_len("q")
+                assert left == (1 if isinstance(end, asyncio.CancelledError) else 0), steps
+                if left:
+                    assert await other.queue_pop("q") == str(steps).encode()
+
+    run(main())
+
+
+def test_an_answer_that_its_task_has_not_seen_is_not_confirmed(server: rallypoint.Server) -> None:
+    """The answer of a take is there, others make the client confirm, and then the taker is cancelled."""
+
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            task = asyncio.ensure_future(store.queue_pop("q"))
+            await until_waiting(server, 1)
+            session = store._session
+            (future,) = session._waiting.values()
+            future.add_done_callback(lambda _: task.cancel())  # runs after the task was told, before it runs
+            session._core._unconfirmed = 1000
+            await store.queue_push("q", "item")
+            (end,) = await gathered([task])
+            await store.add("settled", 1)
+            assert await store.queue_len("q") == (1 if isinstance(end, asyncio.CancelledError) else 0)
+
+    run(main())
+
+
+# Watches
+
+
+def test_watch(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port, 2) as (store, other):
+            await store.set("a0", "before")
+            async with aclosing(store.watch("a")) as changes:
+                first = asyncio.ensure_future(anext(changes))
+                await until(lambda: server.statistics()["watches"] == 1, "the watch stands")
+                await other.set("a1", "v")
+                await other.set("b", "v")
+                await other.delete_key("a1")
+                seen = [await first, await anext(changes)]
+                assert [(change.key, change.value) for change in seen] == [("a1", b"v"), ("a1", None)]
+                assert seen[0].revision < seen[1].revision
+            assert server.statistics()["watches"] == 0
+
+    run(main())
+
+
+def test_a_cancelled_watch_leaves_nothing_behind(server: rallypoint.Server) -> None:
+    async def look(store: AsyncStore) -> None:
+        async for _ in store.watch():
+            pass
+
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            task = asyncio.ensure_future(look(store))
+            await until(lambda: server.statistics()["watches"] == 1, "the watch stands")
+            task.cancel()
+            await gathered([task])
+            await until(lambda: server.statistics()["watches"] == 0, "the watch is gone")
+            assert store._session._watches == {}
+
+    run(main())
+
+
+def test_a_task_that_only_watches_confirms_what_it_saw(server: rallypoint.Server) -> None:
+    count = 10_000  # more than a session may leave unconfirmed
+
+    async def main() -> None:
+        async with opened(server.port) as (store,), aclosing(store.watch()) as changes:
+            first = asyncio.ensure_future(anext(changes))
+            await until(lambda: server.statistics()["watches"] == 1, "the watch stands")
+            await asyncio.to_thread(write)
+            await first
+            for _ in range(count - 1):
+                last = await anext(changes)
+            assert last.value == b"%d" % count
+            assert await store.add("n", 1) == count + 1
+
+    def write() -> None:
+        with rallypoint.connect(server.url) as plain, plain.pipeline() as pipe:
+            for _ in range(count):
+                pipe.add("n", 1)
+
+    run(main())
+
+
+# Cuts
+
+
+@pytest.mark.parametrize("after", [0, 5, 100, 1000])
+def test_a_cut_is_mended(after: int, server: rallypoint.Server) -> None:
+    async def main(cutter: Cutter) -> None:
+        async with opened(cutter.port) as (store,):
+            await store.lease("leased", "v")
+            late = asyncio.ensure_future(store.get("late"))
+            item = asyncio.ensure_future(store.queue_pop("q"))
+            changes = store.watch("w")
+            change = asyncio.ensure_future(anext(changes))
+            await until(lambda: server.statistics()["watches"] == 1, "the watch stands")
+            cutter.arm(UP, after)
+            totals = await asyncio.gather(*(store.add("n", 1) for _ in range(200)))
+            assert totals == list(range(1, 201))
+            assert cutter.connections > 1, "it really was cut"
+            await store.multi_set(["late", "w1"], ["v", "v"])
+            await store.queue_push("q", "item")
+            assert (await late, await item, (await change).key) == (b"v", b"item", "w1")
+            assert await store.get("leased") == b"v"
+            await changes.aclose()
+
+    with Cutter(server.port) as cutter:
+        run(main(cutter))
+
+
+def test_calls_made_while_cut_are_sent_later(server: rallypoint.Server) -> None:
+    async def main(cutter: Cutter) -> None:
+        async with opened(cutter.port) as (store,):
+            before = cutter.connections
+            cutter.refusing = True
+            cutter.cut_all()
+            await until(lambda: cutter.connections > before, "it tries to come back")
+            adding = asyncio.gather(*(store.add("n", 1) for _ in range(10)))
+            given_up = asyncio.ensure_future(store.queue_pop("q"))
+            await asyncio.sleep(0)
+            given_up.cancel()
+            cutter.refusing = False
+            assert await adding == list(range(1, 11))
+            await store.queue_push("q", "item")
+            assert await store.queue_len("q") == 1
+
+    with Cutter(server.port) as cutter:
+        run(main(cutter))
+
+
+def test_a_cut_longer_than_the_grace_ends_the_session() -> None:
+    async def main(cutter: Cutter) -> None:
+        async with opened(cutter.port) as (store,):
+            waiting = asyncio.ensure_future(store.get("k"))
+            cutter.refusing = True
+            cutter.cut_all()
+            with pytest.raises(rallypoint.SessionLost):
+                await waiting
+            with pytest.raises(rallypoint.SessionLost):
+                await store.add("n", 1)
+
+    with rallypoint.Server(grace=0.2) as server, Cutter(server.port) as cutter:
+        run(main(cutter))
+
+
+def test_a_restarted_server_is_told_apart() -> None:
+    async def main() -> None:
+        with rallypoint.Server(grace=DEADLINE_S) as one, rallypoint.Server() as other, Cutter(one.port) as cutter:
+            async with opened(cutter.port) as (store,):
+                changes = store.watch()
+                tasks: list[asyncio.Future[Any]] = [
+                    asyncio.ensure_future(store.get("k")),
+                    asyncio.ensure_future(anext(changes)),
+                ]
+                await until(lambda: one.statistics()["watches"] == 1, "the watch stands")
+                cutter.redirect(other.port)
+                for end in await gathered(tasks):
+                    assert isinstance(end, rallypoint.ServerRestarted)
+
+    run(main())
+
+
+# The end
+
+
+def test_close_wakes_everybody(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        store = await aio.connect(server.url, timeout=DEADLINE_S)
+        changes = store.watch()
+        tasks: list[asyncio.Future[Any]] = [asyncio.ensure_future(BLOCKED[name](store)) for name in BLOCKED]
+        tasks.append(asyncio.ensure_future(anext(changes)))
+        await until(lambda: server.statistics()["watches"] == 1, "the watch stands")
+        await store.close()
+        for end in await gathered(tasks):
+            assert isinstance(end, rallypoint.StoreClosed)
+        with pytest.raises(rallypoint.StoreClosed):
+            await store.set("k", "v")
+        with pytest.raises(rallypoint.StoreClosed):
+            await anext(store.watch())
+        await store.close()
+        await until(lambda: server.statistics()["sessions"] == [], "the session ends without grace")
+
+    run(main())
+
+
+def test_asyncio_run_twice(server: rallypoint.Server) -> None:
+    async def main() -> int:
+        async with opened(server.port) as (store,):
+            return await store.add("n", 1)
+
+    assert [run(main()), run(main())] == [1, 2]
+
+
+def test_nobody_there() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    with pytest.raises(rallypoint.ConnectFailed, match=str(port)):
+        run(aio.connect(f"tcp://127.0.0.1:{port}", timeout=0.1))
+
+
+def test_only_tcp() -> None:
+    with pytest.raises(ValueError, match="asyncio is for tcp://"):
+        run(aio.connect("file:///tmp/nothing"))
+
+
+@pytest.mark.parametrize(
+    ("answer", "welcome", "why"),
+    [
+        (b"HTTP", b"", "not a store"),
+        (ACCEPTED, frame([0, Status.REFUSED, [b"server", "not today"]]), "not today"),
+        (ACCEPTED, frame([0, Status.OK, 5]), "makes no sense"),
+    ],
+)
+def test_a_server_that_refuses_is_not_asked_again(answer: bytes, welcome: bytes, why: str) -> None:
+    with liar(answer, welcome) as url, pytest.raises(rallypoint.ConnectFailed, match=why):
+        run(aio.connect(url, timeout=10 * DEADLINE_S))
+
+
+@pytest.mark.parametrize("lie", [b"\xff" * 64, frame("hello"), frame([[1], 0, None]), frame([0, 1, 5])])
+def test_an_answer_that_makes_no_sense_is_an_error_of_ours(lie: bytes) -> None:
+    async def main(url: str) -> None:
+        store = await aio.connect(url, timeout=DEADLINE_S)
+        with pytest.raises(rallypoint.ConnectionLost):
+            await store.set("k", "v")
+
+    with liar(ACCEPTED, frame([0, Status.OK, Welcome(1, b"server", b"session", 0.2, False)]), lie) as url:
+        run(main(url))
+
+
+class liar:
+    """A server that answers one connection's preface, greeting and first request with what it is told."""
+
+    def __init__(self, *answers: bytes) -> None:
+        self._answers = answers
+        self._listener = socket.create_server(("127.0.0.1", 0))
+
+    def __enter__(self) -> str:
+        threading.Thread(target=self._serve, daemon=True).start()
+        return f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
+
+    def __exit__(self, *_: object) -> None:
+        self._listener.close()
+
+    def _serve(self) -> None:
+        peer, _ = self._listener.accept()
+        with peer:
+            peer.recv(len(PREFACE), socket.MSG_WAITALL)
+            for answer in self._answers:
+                peer.sendall(answer)
+                if not peer.recv(4096):
+                    return
+
+
+TORCHS = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.needs("torch")
+def test_a_plain_pytorch_server_is_recognised() -> None:
+    process = subprocess.Popen([sys.executable, "-c", TORCHS], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        port = int(process.stdout.readline())
+        with pytest.raises(rallypoint.Unsupported, match="plain PyTorch server"):
+            run(aio.connect(f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S))
+    finally:
+        process.kill()
+        process.communicate()
