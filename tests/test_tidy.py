@@ -69,9 +69,9 @@ LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/errors.py": (360, "the whole tree of errors, to be read as one"),
     "src/rallypoint/store/tcp.py": (420, "the client: its pool of links, its operations, the store"),
     "src/rallypoint/aio.py": (360, "the whole asyncio front: a session, and the store on it"),
-    "src/rallypoint/core/native.py": (400, "one wire protocol: every request, and the client's end"),
-    "src/rallypoint/core/session.py": (440, "the server's end of it: sessions, and what makes a cut harmless"),
-    "src/rallypoint/store/wire.py": (500, "who sends, who reads, who mends: one set of locks"),
+    "src/rallypoint/core/native.py": (440, "one wire protocol: every request, and the client's end"),
+    "src/rallypoint/core/session.py": (400, "every request of our protocol, and what makes a cut harmless"),
+    "src/rallypoint/store/wire.py": (560, "who sends, who reads and who mends are one set of locks, to be read as one"),
     "src/rallypoint/net.py": (400, "resolving, binding and connecting share their rules"),
     "src/rallypoint/store/base.py": (450, "the whole Store interface, with its docstrings"),
 }

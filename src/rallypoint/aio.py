@@ -35,11 +35,9 @@ from rallypoint.errors import (
 from rallypoint.store.base import Change
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
+from rallypoint.store.wire import FOREVER_S
 
 __all__ = ["AsyncStore", "connect"]
-
-FOREVER_S = 1e9
-"""The longest wait that is asked of a server."""
 
 _Self = TypeVar("_Self", bound="AsyncStore")
 
@@ -310,8 +308,7 @@ class AsyncStore(View):
         """Return when `world_size` callers have come to this key."""
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
-        size = max(-(2**63), min(world_size, 2**63 - 1))
-        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), size)
+        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), min(world_size, 2**63 - 1))
 
     async def lease(self, key: str, value: str | bytes) -> None:
         """Write a key that vanishes with this store's session."""

@@ -25,7 +25,6 @@ class Wake(NamedTuple):
     call: Step
     steps: list[Step]
     answer: Any
-    needs: str = ""
 
 
 WAKES = [
@@ -34,9 +33,9 @@ WAKES = [
     Wake("get, add", lambda s: s.get("k"), [lambda s: s.add("k", 5)], b"5"),
     Wake("get, append", lambda s: s.get("k"), [lambda s: s.append("k", "v")], b"v"),
     Wake("get, compare_set", lambda s: s.get("k"), [lambda s: s.compare_set("k", "", "v")], b"v"),
-    Wake("get, swap", lambda s: s.get("k"), [lambda s: s.swap("k", None, "v")], b"v", "swap"),
+    Wake("get, swap", lambda s: s.get("k"), [lambda s: s.swap("k", None, "v")], b"v"),
     Wake("get, multi_set", lambda s: s.get("k"), [lambda s: s.multi_set(["j", "k"], ["u", "v"])], b"v"),
-    Wake("get, lease", lambda s: s.get("k"), [lambda s: s.lease("k", "v")], b"v", "lease"),
+    Wake("get, lease", lambda s: s.get("k"), [lambda s: s.lease("k", "v")], b"v"),
     Wake("get, barrier", lambda s: s.get("k"), [lambda s: s.barrier("k", 1)], b"1"),
     Wake(
         "get, not by a compare_set that fails",
@@ -49,7 +48,6 @@ WAKES = [
         lambda s: s.get("k"),
         [lambda s: s.swap("k", "other", "wrong"), lambda s: s.set("k", "v")],
         b"v",
-        "swap",
     ),
     Wake(
         "get, not by a queue of that name",

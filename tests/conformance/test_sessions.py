@@ -1,4 +1,4 @@
-"""Leases and watches, on the kinds of store that have them: keys that go with their owner, changes that are told."""
+"""Leases and watches: keys that go with their owner, and changes that are told."""
 
 from __future__ import annotations
 
@@ -13,15 +13,6 @@ from .calls import LONG_ENOUGH_S, Call, Child, until
 from .kinds import KINDS, Place
 
 
-def having(*operations: str, shared: bool = False) -> pytest.MarkDecorator:
-    """Run a test on the kinds of store that have these operations."""
-    able = [kind for kind in KINDS if kind.shared or not shared]
-    return pytest.mark.parametrize("kind", able, ids=str, indirect=True)
-
-
-leasing, watching = having("lease"), having("watch")
-
-
 @pytest.fixture
 def owner(place: Place) -> Iterator[Store]:
     """A second handle on the store, with leases of its own."""
@@ -32,7 +23,6 @@ def owner(place: Place) -> Iterator[Store]:
 # Leases
 
 
-@leasing
 def test_a_leased_key_is_a_key(store: Store, owner: Store) -> None:
     call = Call(store.get, "k").blocked()
     lease = owner.lease("k", "v")
@@ -41,7 +31,6 @@ def test_a_leased_key_is_a_key(store: Store, owner: Store) -> None:
     assert "'k'" in repr(lease)
 
 
-@leasing
 def test_a_lease_ends_by_release_and_with_its_block(store: Store, owner: Store) -> None:
     lease = owner.lease("k", "v")
     assert lease.release() is True
@@ -53,7 +42,6 @@ def test_a_lease_ends_by_release_and_with_its_block(store: Store, owner: Store) 
     assert owner.delete_key("k") is False
 
 
-@leasing
 def test_leases_end_with_their_handle(store: Store, place: Place) -> None:
     owner = place.open()
     owner.set("plain", "")
@@ -64,7 +52,6 @@ def test_leases_end_with_their_handle(store: Store, place: Place) -> None:
     until(lambda: store.list_keys() == ["plain"])
 
 
-@leasing
 def test_a_clone_has_leases_of_its_own(store: Store, owner: Store) -> None:
     twin = owner.clone()
     twin.lease("twin's", "")
@@ -84,7 +71,6 @@ TAKEOVERS: dict[str, Callable[[Store], object]] = {
 }
 
 
-@leasing
 @pytest.mark.parametrize("writer", TAKEOVERS)
 def test_a_later_write_takes_the_key_over(store: Store, place: Place, writer: str) -> None:
     owner = place.open()
@@ -95,7 +81,6 @@ def test_a_later_write_takes_the_key_over(store: Store, place: Place, writer: st
     assert store.check(["k"])
 
 
-@leasing
 def test_a_write_that_fails_takes_nothing_over(store: Store, place: Place) -> None:
     owner = place.open()
     owner.lease("k", "1")
@@ -105,7 +90,7 @@ def test_a_write_that_fails_takes_nothing_over(store: Store, place: Place) -> No
     until(lambda: not store.check(["k"]))
 
 
-@having("lease", shared=True)
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.shared], ids=str, indirect=True)
 def test_a_lease_ends_with_its_process(store: Store, place: Place) -> None:
     assert place.url is not None
     child = Child(place.url, "lease", "k")
@@ -119,7 +104,6 @@ def test_a_lease_ends_with_its_process(store: Store, place: Place) -> None:
 # Watches
 
 
-@watching
 def test_a_watch_tells_every_change_in_order(store: Store, owner: Store) -> None:
     store.set("job/0", "")
     with store.watch("job/") as watch:
@@ -149,7 +133,6 @@ def test_a_watch_tells_every_change_in_order(store: Store, owner: Store) -> None
             watch.next(0)
 
 
-@watching
 def test_a_watch_through_a_prefix_speaks_of_its_own_keys(store: Store, owner: Store) -> None:
     view = PrefixStore("p", store)
     with view.watch() as everything, view.watch("a") as some:
@@ -162,7 +145,6 @@ def test_a_watch_through_a_prefix_speaks_of_its_own_keys(store: Store, owner: St
             some.next(0)
 
 
-@watching
 def test_a_watch_wakes_the_one_who_waits_for_it(store: Store, owner: Store) -> None:
     with store.watch() as watch:
         call = Call(watch.next).blocked()
@@ -178,7 +160,6 @@ def iter_after(watch: object, owner: Store) -> Iterator[Change]:
     return iter(watch)  # type: ignore[call-overload,no-any-return]
 
 
-@watching
 def test_a_watch_times_out_by_name(store: Store) -> None:
     for timeout in (0, timedelta(0), 0.03, timedelta(milliseconds=30)):
         with store.watch("job/", timeout) as watch, pytest.raises(StoreTimeout) as caught:
@@ -191,7 +172,6 @@ def test_a_watch_times_out_by_name(store: Store) -> None:
         watch.next()
 
 
-@watching
 def test_closing_a_watch_or_its_store_wakes_the_one_who_waits(store: Store, place: Place) -> None:
     watch = store.watch()
     call = Call(watch.next).blocked()
@@ -210,7 +190,6 @@ def test_closing_a_watch_or_its_store_wakes_the_one_who_waits(store: Store, plac
     store.set("k", "v")
 
 
-@having("lease", "watch")
 def test_a_watch_tells_when_a_lease_ends(store: Store, place: Place) -> None:
     with store.watch("members/") as watch:
         owner = place.open()
@@ -220,7 +199,6 @@ def test_a_watch_tells_when_a_lease_ends(store: Store, place: Place) -> None:
         assert watch.next(LONG_ENOUGH_S)[:2] == ("members/1", None)
 
 
-@watching
 def test_many_watches_are_all_told(store: Store, owner: Store) -> None:
     watches = [handle.watch(prefix) for handle in (store, owner) for prefix in ("", "k", "k/") for _ in range(5)]
     for number in range(20):
@@ -230,7 +208,6 @@ def test_many_watches_are_all_told(store: Store, owner: Store) -> None:
         watch.close()
 
 
-@watching
 def test_a_watch_of_another_process_tells_every_change(store: Store, place: Place) -> None:
     """Where no other process can come, another thread does the same."""
     with store.watch() as watch:

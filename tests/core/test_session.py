@@ -13,11 +13,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.core import native, session
+from rallypoint.core import caller, native, session
 from rallypoint.core.c10d import BadMessage
+from rallypoint.core.caller import Caller, Sessions
 from rallypoint.core.engine import Engine
 from rallypoint.core.native import Client, Frames, Hello, Reply, Request, Status, frame
-from rallypoint.core.session import Caller, Sessions
 
 GRACE_S = 2.0
 SEEDS = 2000
@@ -204,12 +204,12 @@ def test_a_client_that_never_confirms_is_dropped(link: Link, monkeypatch: pytest
     monkeypatch.setattr(session, "MAX_KEPT", 10)
     for number in range(1, 12):
         link.ask(native.Add(number, b"/n", 1))
-    with pytest.raises(BadMessage, match=r"11 answers and pushes of .* bytes are unconfirmed"):
+    with pytest.raises(BadMessage, match=r"11 answers, 0 pushes, .* bytes are unconfirmed"):
         link.ask(native.Add(12, b"/n", 1))
 
 
-def test_so_is_one_that_leaves_too_many_bytes(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "MAX_KEPT_BYTES", 1000)
+def test_so_is_one_that_leaves_too_many_bytes(house: House, link: Link) -> None:
+    house.sessions.ledger.limit = 1000
     link.ask(native.Push(1, b"/q", b"x" * 2000), native.Take(2, b"/q", 0.0))
     with pytest.raises(BadMessage, match="unconfirmed"):
         link.ask(native.Ping(3))
@@ -386,7 +386,7 @@ def test_a_released_lease_is_gone_and_only_the_holders_to_release(house: House, 
 
 
 def test_answers_wait_for_those_before_them_to_be_sent(link: Link, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session, "REPLIES_BYTES", 10)
+    monkeypatch.setattr(caller, "REPLIES_BYTES", 10)
     requests = [native.Set(1, b"/k", b"v" * 20), *(native.Get(number, b"/k", 0.0) for number in range(2, 6))]
     link.send(b"".join(map(frame, requests)))
     assert link.caller.blocked and link.caller.held

@@ -824,10 +824,12 @@ def test_a_child_that_only_inherited_a_store_does_not_keep_its_parent_alive(stor
     parent = start("""
         store = opened()
         store.lease("parent's", "value")
+        watch = store.watch("")
         child = os.fork()
         if child == 0:
-            say("forked")
+            watch.close()
             store.close()
+            say("forked")
             hear()
             os._exit(0)
         say(child)

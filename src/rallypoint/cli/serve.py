@@ -15,7 +15,10 @@ from rallypoint.server.settings import DEFAULT_PORT, Settings
 __all__ = ["command"]
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-_LEAST = {"max_memory": 1, "max_connection_memory": 32 * 1024**2}  # the largest request is two of the largest values
+_LEAST = {
+    "max_memory": 1024**2,
+    "max_connection_memory": 32 * 1024**2,
+}  # the largest request is two of the largest values
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
@@ -36,7 +39,9 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 @click.option("--port", type=click.IntRange(0, 65535), help=f"Port to listen on; 0 takes a free one.  [{DEFAULT_PORT}]")
 @click.option("--fd", "fds", type=click.IntRange(0), multiple=True, help="Descriptor of a bound socket to listen on.")
 @click.option("--url-file", type=click.Path(dir_okay=False), help="Write tcp://host:port to this file once it serves.")
-@click.option("--max-memory", callback=_size, default="4G", show_default=True, help="All that clients may store.")
+@click.option(
+    "--max-memory", callback=_size, default="4G", show_default=True, help="All that clients may make it hold."
+)
 @click.option(
     "--max-connection-memory",
     callback=_size,
@@ -47,7 +52,8 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
 def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **options: Any) -> None:
     """Serve a store that rallypoint and PyTorch programs can use, until SIGTERM or Ctrl-C.
 
-    PyTorch's protocol and HTTP (/healthz, /) share the one port. It binds exactly the addresses asked for.
+    PyTorch's protocol, our own and HTTP (/healthz, /, /statistics) share the one port. It binds exactly the addresses
+    asked for.
     """
     from rallypoint.server.process import serve
 

@@ -175,13 +175,13 @@ def _fits(kind: str, size: int) -> None:
 class Conversation:
     """The server's end of one PyTorch client's connection; `limit` bounds one request and one answer in bytes."""
 
-    __slots__ = ("_engine", "_greeted", "_limit", "_owed", "_partial", "_rest", "_turn", "_waiter", "held", "link")
+    __slots__ = ("_engine", "_limit", "_owed", "_partial", "_rest", "_turn", "_waiter", "greeted", "held", "link")
 
     def __init__(self, engine: Engine, limit: int, link: object = None) -> None:
         self.link = link
         self._engine = engine
         self._limit = limit
-        self._greeted = False
+        self.greeted = False
         self._partial: _Partial | None = None
         self._rest = b""
         self._owed = 0
@@ -211,7 +211,7 @@ class Conversation:
                 if self._owed > REPLIES_BYTES:
                     self._rest = data[at:]
                     break
-                stop = self._quick(data, at, end, replies) if self._partial is None and self._greeted else 0
+                stop = self._quick(data, at, end, replies) if self._partial is None and self.greeted else 0
                 at = stop or self._collect(data, at, replies)
                 if self._waiter is not None:
                     told = self._wake_self(told, replies)
@@ -278,8 +278,8 @@ class Conversation:
         if self._partial is None:
             self._partial = _Partial(data[at], self._limit)
             at += 1
-            if (self._partial.op == Op.VALIDATE) == self._greeted:
-                raise BadMessage("a second greeting" if self._greeted else "no greeting")
+            if (self._partial.op == Op.VALIDATE) == self.greeted:
+                raise BadMessage("a second greeting" if self.greeted else "no greeting")
         at, whole = self._partial.feed(data, at)
         if whole:
             op, fields, self._partial = self._partial.op, self._partial.fields, None
@@ -312,7 +312,7 @@ class Conversation:
     def _validate(self, magic: int) -> bytes:
         if magic != MAGIC:
             raise BadMessage(f"greeting {magic:#x}, not {MAGIC:#x}")
-        self._greeted = True
+        self.greeted = True
         return b""
 
     def _set(self, key: bytes, value: bytes) -> bytes:

@@ -181,7 +181,11 @@ class Engine:
 
     def queue_push(self, key: bytes, value: bytes, front: bool = False) -> None:
         """Put an item at the end of a queue, or back at its front when its taker could not be reached."""
-        self._grow(key, len(key) + len(value) + ENTRY_BYTES)
+        size = len(key) + len(value) + ENTRY_BYTES
+        if front:
+            self.size += size  # it was here a moment ago, and must not be lost for want of room
+        else:
+            self._grow(key, size)
         self.revision += 1
         queue = self._queues.get(key)
         if queue is None:

@@ -28,7 +28,7 @@ from rallypoint.core import c10d
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
 from rallypoint.core.records import Event
-from rallypoint.errors import NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
+from rallypoint.errors import LimitExceeded, NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
 
 __all__ = [
     "ACCEPTED",
@@ -58,6 +58,9 @@ VERSION = 1
 
 MAX_FRAME_BYTES = 1 << 30
 """The longest frame that a client takes from a server, which it trusts more than the server trusts it."""
+
+MAX_OPEN = 65_536
+"""How many requests of a session may be open at once."""
 
 CONFIRM_EVERY = 64
 """How many answers a client takes before it tells the server to forget them."""
@@ -224,7 +227,7 @@ class Confirm(Request, tag=24):
     `pushes` was seen."""
 
     last: int
-    open: list[int]
+    open: Annotated[list[int], Meta(max_length=MAX_OPEN)]
     pushes: int
 
 
@@ -328,7 +331,11 @@ def error_of(reply: Reply, store: str) -> StoreError:
         return StoreError(f"{store} refused: {reply.result}")
 
 
-_ERRORS: dict[str, type[StoreError]] = {"NotAnInteger": NotAnInteger, "StoreFull": StoreFull}
+_ERRORS: dict[str, type[StoreError]] = {
+    "LimitExceeded": LimitExceeded,
+    "NotAnInteger": NotAnInteger,
+    "StoreFull": StoreFull,
+}
 
 
 class Client:

@@ -8,38 +8,51 @@ Exactly once: the answer of every request that changes something is kept until t
 was seen before is a repetition: it gets the kept answer, or none yet if it still waits, or, when it only reads, a new
 one. Pushes are numbered and kept until seen. Both are bounded: a client that confirms nothing loses its session.
 
-`Caller` is one connection: it reads the greeting, finds the session, and hands it the requests.
+`core/caller.py` has the connections that carry sessions, and keeps all sessions of a server.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from itertools import takewhile
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from rallypoint.core import native
-from rallypoint.core.c10d import REPLIES_BYTES, BadMessage
+from rallypoint.core.c10d import BadMessage
 from rallypoint.core.engine import Engine
-from rallypoint.core.native import GARBLED, Frames, Hello, Request, Status, Welcome, frame, whole
+from rallypoint.core.native import Request, Status, frame
 from rallypoint.core.records import Answer, Event, TimedOut, Waiter, Want, Watch
-from rallypoint.errors import StoreError
+from rallypoint.errors import LimitExceeded, StoreError
 
-__all__ = ["Caller", "Session", "Sessions"]
+__all__ = ["Ledger", "Session", "decode_request"]
 
-MAX_KEPT = 8192
-MAX_KEPT_BYTES = 128 * 1024 * 1024
-"""How many answers and pushes a session may leave unconfirmed, and how many bytes of them."""
+MAX_KEPT, MAX_PUSHES = 8192, 131_072
+"""How many answers, and how many pushes, a session may leave unconfirmed; their bytes are counted in a `Ledger`."""
 
-_decode = msgspec.msgpack.Decoder(
+PUSH_BYTES = 120
+"""What a kept push costs beside its own bytes; near enough for a limit."""
+
+
+class Ledger:
+    """What all sessions of a server make it keep, in bytes, and how much that may be: in one answer, and in all."""
+
+    __slots__ = ("answer_limit", "kept", "limit")
+
+    def __init__(self, answer_limit: int = 1 << 62, limit: int = 1 << 62) -> None:
+        self.answer_limit = answer_limit
+        self.limit = limit
+        self.kept = 0
+
+
+decode_request = msgspec.msgpack.Decoder(
     native.Set | native.Get | native.Add | native.Check | native.Wait | native.MultiGet | native.MultiSet
     | native.Append | native.CompareSet | native.Swap | native.Delete | native.DeletePrefix | native.Count
     | native.List | native.Push | native.Pop | native.Take | native.QueueLen | native.Arrive | native.Lease
     | native.Unlease | native.Beat | native.Watch | native.Drop | native.Confirm | native.Ping | native.Bye
 ).decode  # fmt: skip
-_decode_hello = msgspec.msgpack.Decoder(Hello).decode
+"""Read a request, checking all of it; raise one of `native.GARBLED` where it makes no sense."""
 
 
 class Session:
@@ -52,6 +65,7 @@ class Session:
         "_highest",
         "_kept",
         "_kept_bytes",
+        "_ledger",
         "_pushed",
         "_pushes",
         "_suspended",
@@ -64,7 +78,9 @@ class Session:
         "over",
     )
 
-    def __init__(self, engine: Engine, identity: bytes, name: str, beating: dict[Session, None]) -> None:
+    def __init__(
+        self, engine: Engine, identity: bytes, name: str, ledger: Ledger, beating: dict[Session, None]
+    ) -> None:
         self.id = identity
         self.name = name
         self.link: object = None
@@ -81,16 +97,17 @@ class Session:
         self._pushes: deque[tuple[int, bytes]] = deque()
         self._pushed = 0
         self._kept_bytes = 0
+        self._ledger = ledger
         self._beats: dict[bytes, tuple[float, float]] = {}  # leased key: its time to live, and until when it lives
         self._beating = beating  # all sessions that have such leases
 
     @property
     def overdue(self) -> str:
         """Why this client has to go: it confirms nothing, and what is kept for it grows. Empty if all is well."""
-        kept = len(self._kept) + len(self._pushes)
-        if kept <= MAX_KEPT and self._kept_bytes <= MAX_KEPT_BYTES:
+        full = self._ledger.kept > self._ledger.limit and self._kept_bytes > 0
+        if len(self._kept) <= MAX_KEPT and len(self._pushes) <= MAX_PUSHES and not full:
             return ""
-        return f"{kept} answers and pushes of {self._kept_bytes} bytes are unconfirmed"
+        return f"{len(self._kept)} answers, {len(self._pushes)} pushes, {self._kept_bytes} bytes are unconfirmed"
 
     @property
     def leases(self) -> list[bytes]:
@@ -137,10 +154,7 @@ class Session:
         else:
             if answer is _LATER:
                 return b""
-            if answer.__class__ is TimedOut:
-                reply = frame((number, Status.TIMED_OUT, answer.missing))
-            else:
-                reply = frame((number, Status.OK, answer))
+            reply = self._reply(number, answer)
         if kind not in _READS:
             self._keep(number, reply)
         return reply
@@ -150,11 +164,7 @@ class Session:
         number = handle.tag
         assert isinstance(number, int)
         if isinstance(answer, Event):
-            self._pushed += 1
-            push = frame((0, self._pushed, (number, *answer)))
-            self._pushes.append((self._pushed, push))
-            self._kept_bytes += len(push)
-            return push
+            return self._push(number, answer)
         assert isinstance(handle, Waiter)
         dropped = self._waiting.pop(number, None) is None
         if dropped:
@@ -163,19 +173,17 @@ class Session:
             return b""
         if isinstance(answer, bytes):
             self._taken[number] = (handle.keys[0], answer)
-        if isinstance(answer, TimedOut):
-            reply = frame((number, Status.TIMED_OUT, answer.missing))
-        else:
-            reply = frame((number, Status.OK, answer))
+        reply = self._reply(number, answer)
         if handle.want in (Want.ITEM, Want.COUNT):  # the others only read, and may do so again
             self._keep(number, reply)
         return reply
 
     def give_back(self) -> None:
-        """At the end: items whose taker may never have seen them go back to the front of their queues."""
+        """At the end, forget what was kept; items whose taker may not have seen them go back to their queues."""
         for key, item in reversed(self._taken.values()):
             self._engine.queue_push(key, item, front=True)
         self._taken.clear()
+        self._count(-self._kept_bytes)
 
     def suspend(self) -> None:
         """While the client is away, let others have the items that it waits for; it asks again when it comes back."""
@@ -192,13 +200,38 @@ class Session:
 
     # Inside
 
+    def _reply(self, number: int, answer: Any) -> bytes:
+        if answer.__class__ is TimedOut:
+            return frame((number, Status.TIMED_OUT, answer.missing))
+        if isinstance(answer, (list, tuple)) and answer and isinstance(answer[0], bytes):
+            size = sum(map(len, answer))
+            if size > self._ledger.answer_limit:
+                error = LimitExceeded(what="answer", key="", size=size, limit=self._ledger.answer_limit)
+                return frame((number, Status.ERROR, (type(error).__name__, error.__dict__)))
+        return frame((number, Status.OK, answer))
+
+    def _push(self, number: int, event: Event) -> bytes:
+        """Keep and return a push; a client that leaves too many unseen has ended its session by that."""
+        if self.over:
+            return b""
+        self._pushed += 1
+        push = frame((0, self._pushed, (number, *event)))
+        self._pushes.append((self._pushed, push))
+        self._count(len(push) + PUSH_BYTES)
+        self.over = bool(self.overdue)
+        return push
+
     def _keep(self, number: int, reply: bytes) -> None:
         self._kept[number] = reply
-        self._kept_bytes += len(reply)
+        self._count(len(reply))
+
+    def _count(self, size: int) -> None:
+        self._kept_bytes += size
+        self._ledger.kept += size
 
     def _seen(self, push: int) -> None:
         while self._pushes and self._pushes[0][0] <= push:
-            self._kept_bytes -= len(self._pushes.popleft()[1])
+            self._count(-len(self._pushes.popleft()[1]) - PUSH_BYTES)
 
     def _wait(self, outcome: Any, number: int, timeout_s: float) -> Any:
         if not isinstance(outcome, Waiter):
@@ -259,7 +292,7 @@ class Session:
     def _confirm(self, request: native.Confirm, now: float) -> Any:
         still = set(request.open)
         for number in [number for number in self._kept if number <= request.last and number not in still]:
-            self._kept_bytes -= len(self._kept.pop(number))
+            self._count(-len(self._kept.pop(number)))
             self._taken.pop(number, None)
         self._seen(request.pushes)
         return _LATER
@@ -321,147 +354,3 @@ _DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
     native.Ping: lambda s, r, now: None,
     native.Bye: Session._bye,
 }
-
-
-class Sessions:
-    """All sessions of one server: those here, and those away in their grace."""
-
-    def __init__(self, engine: Engine, identity: bytes, grace_s: float) -> None:
-        self.identity = identity
-        self.grace_s = grace_s
-        self._engine = engine
-        self._sessions: dict[bytes, Session] = {}
-        self._away: dict[Session, float] = {}  # until when; in that order, for all have the same grace
-        self._beating: dict[Session, None] = {}
-
-    def __iter__(self) -> Iterator[Session]:
-        return iter(self._sessions.values())
-
-    def enter(self, hello: Hello, link: object, new_id: bytes) -> tuple[Session | None, bytes]:
-        """Open or resume a session on a connection, from whichever carried it before; return it and what to answer."""
-        if hello.version != native.VERSION:
-            why = f"version {hello.version} of the protocol is not spoken here, only {native.VERSION}"
-            return None, frame((0, Status.REFUSED, (self.identity, why)))
-        session = self._sessions.get(hello.session)
-        if hello.session and session is None:
-            why = "it knows no such session, which has ended or was another server's"
-            return None, frame((0, Status.REFUSED, (self.identity, why)))
-        unseen = b""
-        if session is None:
-            session = self._sessions[new_id] = Session(self._engine, new_id, hello.name, self._beating)
-        else:
-            unseen = session.resume(hello.pushes_seen)
-            self._away.pop(session, None)
-        session.link = link
-        welcome = Welcome(native.VERSION, self.identity, session.id, self.grace_s, bool(hello.session))
-        return session, frame((0, Status.OK, welcome)) + unseen
-
-    def cut(self, session: Session, link: object, now: float) -> None:
-        """Note that a connection is gone: its session is away, unless another connection carries it already."""
-        if session.link is not link:
-            return
-        session.link = None
-        if session.over:
-            self._end(session)
-        else:
-            session.suspend()
-            self._away[session] = now + self.grace_s
-
-    def expire(self, now: float) -> list[Session]:
-        """End the sessions whose grace is over, and return them."""
-        ended = [session for session, _ in takewhile(lambda away: away[1] <= now, self._away.items())]
-        for session in ended:
-            self._end(session)
-        for session in list(self._beating):
-            session.expire(now)
-        return ended
-
-    def next_end(self) -> float:
-        """Return when the next grace, or the next heartbeat's time, is over; infinity where none is."""
-        beats = min((session.next_end() for session in self._beating), default=float("inf"))
-        return min(beats, next(iter(self._away.values()), float("inf")))
-
-    def _end(self, session: Session) -> None:
-        session.over = True
-        self._away.pop(session, None)
-        self._beating.pop(session, None)
-        self._sessions.pop(session.id, None)
-        session.give_back()
-        self._engine.end(session)
-
-
-class Caller:
-    """One connection of ours, behind the preface: its greeting, then its session's requests."""
-
-    __slots__ = ("_backlog", "_frames", "_link", "_new_id", "_sessions", "held", "session")
-
-    def __init__(self, sessions: Sessions, link: object, limit: int, new_id: bytes) -> None:
-        self.session: Session | None = None
-        self._sessions = sessions
-        self._link = link
-        self._new_id = new_id
-        self._frames = Frames(limit)
-        self._backlog: deque[bytes] = deque()
-        self.held = 0
-        """How many bytes of requests are held that could not be carried out yet."""
-
-    @property
-    def blocked(self) -> bool:
-        """Whether requests wait until the answers so far have been sent: call `receive(b"")` then."""
-        return bool(self._backlog)
-
-    def receive(self, data: bytes, now: float) -> bytes:
-        """Carry out the requests in what came, and return the answers. Raises BadMessage, and is of no use after."""
-        if not self.held:
-            payload = whole(data)
-            if payload is not None:
-                return self._request(payload, now)
-        self._backlog.extend(self._frames.feed(data))
-        replies: list[bytes] = []
-        owed = 0
-        try:
-            while self._backlog and owed <= REPLIES_BYTES:
-                reply = self._request(self._backlog.popleft(), now)
-                owed += len(reply)
-                replies.append(reply)
-        finally:
-            self.held = self._frames.held + sum(map(len, self._backlog))
-        return b"".join(replies)
-
-    def end(self, now: float) -> None:
-        """Note that the connection is gone."""
-        if self.session is not None:
-            self._sessions.cut(self.session, self._link, now)
-
-    def _request(self, payload: bytes, now: float) -> bytes:
-        session = self.session
-        if session is None:
-            return self._greet(payload)
-        if session.link is not self._link:
-            raise BadMessage("another connection carries its session now")
-        try:
-            request = _decode(payload)
-        except GARBLED as error:
-            return _misunderstood(payload, error)
-        if session.overdue and request.__class__ is not native.Confirm:
-            raise BadMessage(session.overdue)
-        return session.request(request, now)
-
-    def _greet(self, payload: bytes) -> bytes:
-        try:
-            hello = _decode_hello(payload)
-        except GARBLED as error:
-            raise BadMessage(f"not a greeting: {error}") from None
-        self.session, reply = self._sessions.enter(hello, self._link, self._new_id)
-        return reply
-
-
-def _misunderstood(payload: bytes, error: Exception) -> bytes:
-    """Refuse a request that makes no sense here, if it has a number; without one there is nobody to answer."""
-    try:
-        _, number, *_ = msgspec.msgpack.decode(payload)
-    except GARBLED:
-        number = None
-    if not isinstance(number, int) or number <= 0:
-        raise BadMessage(f"not a request: {error}")
-    return frame((number, Status.ERROR, ("Misunderstood", {"why": str(error)})))

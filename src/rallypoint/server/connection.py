@@ -14,9 +14,9 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rallypoint.core.c10d import BadMessage, Conversation
+from rallypoint.core.caller import Caller
 from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.core.records import show
-from rallypoint.core.session import Caller
 
 if TYPE_CHECKING:
     from rallypoint.server.house import House
@@ -34,6 +34,10 @@ class Face(Protocol):
     @property
     def blocked(self) -> bool:
         """Whether requests wait until the answers so far have been sent."""
+
+    @property
+    def greeted(self) -> bool:
+        """Whether the peer has done what this protocol begins with."""
 
     def receive(self, data: bytes, now: float) -> bytes:
         """Take what came, return what to send; raise BadMessage when the connection has to go."""
@@ -119,6 +123,10 @@ class Connection(asyncio.Protocol):
         address = self._transport.get_extra_info("peername")
         return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
 
+    def greeted(self) -> bool:
+        """Say whether the peer has said who it is, to the end."""
+        return self.face is not None and self.face.greeted
+
     def describe(self) -> dict[str, Any]:
         """Return who this is, which protocol it speaks, and what it waits for."""
         speaks = {Caller: "rallypoint", Conversation: "torch", type(None): "nothing yet"}.get(type(self.face), "http")
@@ -147,7 +155,6 @@ class Connection(asyncio.Protocol):
             self.drop(f"first bytes {data[:16]!r} are of no protocol spoken here")
             return b""
         self._early = b""
-        house.recognised(self)
         return data
 
     def _settle(self, face: Face) -> None:

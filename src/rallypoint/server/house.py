@@ -16,9 +16,10 @@ from typing import Any
 
 from rallypoint import net
 from rallypoint.core.c10d import Conversation
+from rallypoint.core.caller import Sessions
 from rallypoint.core.engine import Engine
 from rallypoint.core.records import show
-from rallypoint.core.session import Session, Sessions
+from rallypoint.core.session import Ledger, Session
 from rallypoint.server.connection import Connection
 from rallypoint.server.settings import Settings
 
@@ -54,7 +55,8 @@ class House:
         self._complaints: dict[str, int] = {}
         self._holders: dict[Connection, None] = {}  # those for whom bytes are held, the longest first
         self._held = 0
-        self.sessions = Sessions(self.engine, secrets.token_bytes(16), settings.grace_s)
+        ledger = Ledger(settings.max_connection_memory, max(settings.max_memory // 4, RESERVE_BYTES))
+        self.sessions = Sessions(self.engine, secrets.token_bytes(16), settings.grace_s, ledger)
         self.ticks_at = float("inf")
         """When `tick` will run next."""
 
@@ -91,7 +93,7 @@ class House:
             "waiting": engine.waiters,
             "watches": engine.watches,
             "leased_keys": engine.leased_keys,
-            "bytes": engine.size + self._held,
+            "bytes": engine.size + self._held + self.sessions.ledger.kept,
             "max_bytes": self.settings.max_memory,
             "revision": engine.revision,
             "clients": [connection.describe() for connection in self._connections],
@@ -104,10 +106,6 @@ class House:
         """Count a new connection, which must soon say who calls."""
         self._connections.add(connection)
         self._newcomers[connection] = time.monotonic()
-
-    def recognised(self, connection: Connection) -> None:
-        """Note that a connection has said who calls."""
-        self._newcomers.pop(connection, None)
 
     def left(self, connection: Connection) -> None:
         """Forget a connection."""
@@ -137,12 +135,15 @@ class House:
 
     def deliver(self) -> None:
         """Send what the engine has for waiting clients."""
-        for handle, answer in self.engine.take():
-            owner = handle.owner
-            assert isinstance(owner, (Conversation, Session))
-            data = owner.answer(handle, answer)
-            if isinstance(owner.link, Connection) and data:
-                owner.link.send(data)
+        while self.engine.outbox:  # an answer whose client is gone may be another's
+            for handle, answer in self.engine.take():
+                owner = handle.owner
+                assert isinstance(owner, (Conversation, Session))
+                data = owner.answer(handle, answer)
+                if isinstance(owner.link, Connection) and data:
+                    owner.link.send(data)
+                    if isinstance(owner, Session) and owner.over:
+                        owner.link.drop(owner.overdue)
 
     def tick(self) -> None:
         """End what is due, waits by their deadlines and sessions by their grace, and run again when more is."""
@@ -175,7 +176,9 @@ class House:
         for connection, since in list(self._newcomers.items()):
             if now - since < self.settings.greeting_s:
                 break  # the rest came later
-            connection.drop(f"said nothing that tells who calls for {self.settings.greeting_s:g} s")
+            del self._newcomers[connection]
+            if not connection.greeted():
+                connection.drop(f"did not say who calls within {self.settings.greeting_s:g} s")
         self.engine.sweep_turns()
         self.tick()
         asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)

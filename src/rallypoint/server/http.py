@@ -42,6 +42,7 @@ class WebFace:
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.held = 0
         self.blocked = False
+        self.greeted = False
 
     def receive(self, data: bytes, now: float = 0.0) -> bytes:
         """Answer the requests in what came, and hang up where the peer wants that or HTTP demands it."""
@@ -70,6 +71,7 @@ class WebFace:
         while True:
             event = self._http.next_event()
             if isinstance(event, h11.Request):
+                self.greeted = True
                 answers.append(self._write(*self._resource(event), bare=event.method == b"HEAD"))
             elif event is h11.PAUSED and self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
                 if len(answers) >= PIPELINED:
