@@ -337,7 +337,8 @@ class AddressTaken(NetworkError):
 
     def __init__(self, *, address: str, why: str) -> None:
         super().__init__(
-            f"cannot listen on {address}: {why}. Ask for port 0 to get a free one, or hand over a bound socket",
+            f"cannot listen on {address}: {why}. Choose an address of this machine and a free port (0 takes any), "
+            f"or hand over a bound socket",
             address=address,
             why=why,
         )

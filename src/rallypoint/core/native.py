@@ -103,7 +103,7 @@ class Welcome(Struct, array_like=True):
 
 
 class Request(Struct, array_like=True, gc=False):
-    """One request. Those whose effect must not happen twice say so in `writes`."""
+    """One request; all but those in `READS` must not happen twice."""
 
     number: int
 

@@ -1,9 +1,9 @@
 """One accepted connection: find out who calls, then carry bytes between the socket and that protocol's core.
 
-The first byte decides: 0 is PyTorch's greeting, a capital letter an HTTP method; our own protocol will have a byte of
-its own, and TLS has 22. Anything else is dropped. Whoever reads slower than it asks is not read from until it has
-caught up, so what is held for it stays bounded; `House` adds up what all hold. One that reads nothing at all is cut by
-the kernel (`net.keep_alive`).
+The first bytes decide: our preface, or any other greeting in PyTorch's protocol, which both begin with 0; a capital
+letter is an HTTP method. Anything else is dropped, and so is who does not finish its greeting in time. Whoever reads
+slower than it asks is not read from until it has caught up, so what is held for it stays bounded; `House` adds up
+what all hold. One that reads nothing at all is cut by the kernel (`net.keep_alive`).
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """TCPStore: a client of a store server, and with `is_master` also the one who starts it.
 
-It speaks PyTorch's protocol, to our server and to PyTorch's own. Every call takes a connection from a small pool, so a
-thread that waits blocks nobody else. A call ends in one of three ways: with its answer, and the connection goes back;
-by the caller's own time-out or Ctrl-C, and at most that connection is dropped; or with `ConnectionLost`, and the store
-stays lost, because this protocol cannot tell a server that came back from one that forgot everything.
+It says hello, and knows by the answer whom it met. With our server it has a session (`store/session.py`). With
+PyTorch's own it speaks PyTorch's protocol, through `TorchBackend`, which is the rest of this module:
 
-Writes are confirmed, unlike those of PyTorch's client: a ping follows each in the same packet, and the server answers
-in order. An empty value is told from a missing key, which the protocol does not do (`_present`).
-
-What the protocol has no words for (swap, leases, watches, delete_prefix) is `Unsupported` here.
+Every call takes a connection from a small pool, so a thread that waits blocks nobody else. A call ends in one of
+three ways: with its answer, and the connection goes back; by the caller's own time-out or Ctrl-C, and at most that
+connection is dropped; or with `ConnectionLost`, and the store stays lost, because that protocol cannot tell a server
+that came back from one that forgot everything. Writes are confirmed, unlike those of PyTorch's client: a ping follows
+each in the same packet, and the server answers in order. An empty value is told from a missing key, which the
+protocol does not do (`_present`). What it has no words for (swap, leases, watches, delete_prefix) is `Unsupported`.
 """
 
 from __future__ import annotations
