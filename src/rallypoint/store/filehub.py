@@ -223,7 +223,7 @@ def _leave_to_parent() -> None:
     _guard = threading.Lock()
     for hub in list(_hubs.values()):
         hub.lock = threading.Lock()
-        # X
+        hub.changed = threading.Condition(hub.lock)
         hub.follower.log.close()
     _hubs.clear()
 
