@@ -374,7 +374,7 @@ def test_a_free_port_that_the_other_family_lacks_is_given_back(opened: ExitStack
     sockets = [opened.enter_context(sock) for sock in listen(["127.0.0.1", "::1"], 0)]
     assert len({port_of(sock) for sock in sockets}) == 1
     left_open = [sock for sock in recorded.made if sock.fileno() != -1]
-    assert left_open == sockets and len(recorded.made) == 8
+    assert left_open == sockets and len(recorded.made) >= 8  # more where a port really was taken
 
 
 def test_the_search_for_a_common_port_ends(recorded: type[Recorded]) -> None:

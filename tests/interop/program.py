@@ -39,4 +39,5 @@ def run(method: str) -> tuple[int, float, list[float]]:
 
 
 if __name__ == "__main__":
-    print(run(sys.argv[1] if len(sys.argv) > 1 else "env://"), flush=True)
+    result = run(sys.argv[1] if len(sys.argv) > 1 else "env://")
+    os.write(1, f"{result}\n".encode())  # in one piece: both ranks may share this pipe
