@@ -101,8 +101,13 @@ class Engine:
         value = self._values.get(key)
         if value is None:
             total = amount
-        elif value.isdigit() and len(value) < 19:
+        elif len(value) < 19 and value.isdigit():
             total = int(value) + amount
+            text = b"%d" % total
+            if len(text) == len(value) and not (self._waiting or self._gates or self._watches or self._lessee):
+                self._values[key] = text  # the common case, and the busiest: what `_put` would come to
+                self.revision += 1
+                return total
         else:
             total = _number(key, value) + amount
         if not -_INT64 <= total < _INT64:
@@ -358,7 +363,10 @@ class Engine:
             raise StoreFull(key=show(key), size=size, limit=self.max_bytes)
         self.size = size
         self._values[key] = value
-        self._changed(key, value, owner)
+        if owner is None and not (self._waiting or self._gates or self._watches or self._lessee):
+            self.revision += 1  # nobody looks: nothing else can have changed
+        else:
+            self._changed(key, value, owner)
 
     def _changed(self, key: bytes, value: bytes, owner: Hashable) -> None:
         """After a key was written: bind or unbind it, and tell those who watch it or wait for it."""
