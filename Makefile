@@ -3,6 +3,7 @@
 
 PYTHON ?= python3
 ARGS   ?=
+HOURS  ?= 1
 
 # Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
 # Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.
@@ -18,7 +19,7 @@ LINT  := $(BIN)/ruff check . || failed="$$failed ruff-check"; \
 CLOSE  = cat .venv/missing.txt; [ -z "$$failed" ] || { echo "make $@: FAILED:$$failed"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help run test bench lint clean
+.PHONY: help run test soak bench lint clean
 
 help: ## say what the targets do
 	@echo "make TARGET [PYTHON=python3] [ARGS='…']"
@@ -33,6 +34,10 @@ test: ## lint, check types and run every test (ARGS go to pytest)
 	@failed=; $(LINT); \
 	$(BIN)/python -m pytest $(ARGS) || failed="$$failed pytest"; \
 	$(CLOSE)
+
+soak: ## run the seeded tests with fresh seeds for HOURS (ARGS go to tools/soak.py)
+	@$(SETUP) --need dev
+	@$(BIN)/python tools/soak.py --hours $(HOURS) $(ARGS)
 
 bench: ## measure side by side with the peers (ARGS go to benchmarks)
 	@$(SETUP) --need bench --want $(WANT) --want-debian $(DEBIAN) --label "NOT MEASURED"

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import socket
 import subprocess
 import sys
@@ -19,6 +21,7 @@ from rallypoint import aio
 from rallypoint.aio import AsyncStore
 from rallypoint.core.native import ACCEPTED, PREFACE, Status, Welcome, frame
 from rallypoint.deadline import Deadline
+from rallypoint.store import wire
 
 DEADLINE_S = 60
 
@@ -408,6 +411,70 @@ def test_close_wakes_everybody(server: rallypoint.Server) -> None:
             await anext(store.watch())
         await store.close()
         await until(lambda: server.statistics()["sessions"] == [], "the session ends without grace")
+
+    run(main())
+
+
+STOPPED: dict[str, Callable[[AsyncStore], Awaitable[Any]]] = {
+    **BLOCKED,
+    "set": lambda store: store.set("k", "v"),
+    "add": lambda store: store.add("n", 1),
+    "delete_key": lambda store: store.delete_key("k"),
+    "queue_len": lambda store: store.queue_len("q"),
+    "lease": lambda store: store.lease("k", "v"),
+    "watch": lambda store: anext(store.watch()),
+}
+
+
+def test_a_stopped_server_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(server: rallypoint.Server) -> None:
+        async with opened(server.port) as (store,):
+            monkeypatch.setattr(store._session, "_patience_s", 0.2)
+            store.set_timeout(0.2)
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                ends = await gathered([asyncio.ensure_future(call(store)) for call in STOPPED.values()])
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            for operation, end in zip(STOPPED, ends, strict=True):
+                assert isinstance(end, rallypoint.ConnectionLost), operation
+                assert (end.operation, end.peer) == (operation, f"127.0.0.1:{server.port}")
+                assert "no answer within 0." in str(end)
+            monkeypatch.setattr(store._session, "_patience_s", DEADLINE_S)
+            assert await store.add("n", 1) in (1, 2), "it goes on where the server does"
+            await until_waiting(server, 0)
+            await until(lambda: server.statistics()["watches"] == 0, "the watch is taken back")
+
+    with rallypoint.Server() as server:
+        run(main(server))
+
+
+def test_the_patience_is_that_of_the_blocking_client(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        for timeout, patience_s in ((0.5, 10.0), (60, 60.0)):
+            async with await aio.connect(server.url, timeout=timeout) as store:
+                assert store._session._patience_s == patience_s
+        assert aio.LEAST_PATIENCE_S == wire.LEAST_PATIENCE_S
+
+    run(main())
+
+
+@pytest.mark.parametrize("size", [-(2**70), -1, 0, 1])
+def test_a_barrier_of_nobody_or_less_is_open(size: int, server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            await store.barrier("gate", size)
+
+    run(main())
+    with rallypoint.connect(server.url) as store:
+        store.barrier("other gate", size)
+
+
+def test_a_barrier_of_more_than_64_bits_times_out(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            with pytest.raises(rallypoint.StoreTimeout):
+                await store.barrier("gate", 2**70, timeout=0.01)
 
     run(main())
 

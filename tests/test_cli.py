@@ -13,12 +13,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from pathlib import Path
 
+import msgspec
 import pytest
 from click.testing import CliRunner
 from tests.wire import AMPLE_S, NO_UVLOOP, Peer, http, read_line
 
 import rallypoint
 from rallypoint.cli import COMMANDS, main
+from rallypoint.core.native import ACCEPTED, PREFACE, VERSION, Hello, Status, Welcome, frame
 from rallypoint.errors import AddressTaken
 
 SAYS = re.compile(r"rallypoint serves at tcp://(\S+):(\d+)")
@@ -225,6 +227,13 @@ def test_an_unmodified_torch_client_gets_in() -> None:
         (["--max-memory", "0"], "'0' is not a size"),
         (["--max-memory", "-5"], "not a size"),
         (["--max-connection-memory", "1M"], "'1M' is too little"),
+        (["--max-memory", "9999999T"], "'9999999T' is more than fits"),
+        (["--grace", "-1"], "-1 is not a number of seconds from 0 to 86400"),
+        (["--grace", "nan"], "nan is not a number of seconds"),
+        (["--grace", "inf"], "inf is not a number of seconds"),
+        (["--grace", "soon"], "'soon' is not a valid float"),
+        (["--max-connections", "0"], "0 is not in the range"),
+        (["--max-sessions", "-1"], "-1 is not in the range"),
         (["extra"], "unexpected extra argument"),
         (["--nothing"], "No such option"),
     ],
@@ -246,6 +255,16 @@ def test_sizes_may_be_written_as_people_do(text: str) -> None:
     with serve("--port", 0, "--max-memory", text) as child:
         page = http(address(child), b"GET / HTTP/1.0\r\n\r\n").decode()
         assert "<td>67108864</td>" in page
+
+
+def test_the_grace_is_that_of_every_session() -> None:
+    options = ("--port", 0, "--grace", "0.125", "--max-connections", 5, "--max-sessions", 1)
+    with serve(*options) as child, Peer(address(child), greet=False) as peer:
+        peer.send(PREFACE + frame(Hello(VERSION, "test")))
+        assert peer.read(len(ACCEPTED)) == ACCEPTED
+        size = int.from_bytes(peer.read(4), "little")
+        _, status, welcome = msgspec.msgpack.decode(peer.read(size))
+        assert (status, msgspec.convert(welcome, Welcome).grace_s) == (Status.OK, 0.125)
 
 
 def test_help() -> None:

@@ -16,11 +16,18 @@ import pytest
 from rallypoint import errors
 from rallypoint.errors import (
     AddressTaken,
+    BadDeviceMap,
     ConnectFailed,
     ConnectionLost,
     CorruptFile,
+    Disagreement,
     LimitExceeded,
+    MeetingError,
+    MembersLost,
+    MembersMissing,
+    NameTaken,
     NetworkError,
+    NotAMember,
     NotAnInteger,
     QueueEmpty,
     RallypointError,
@@ -52,6 +59,7 @@ def sample(cls: Any, facts: list[str], *also: type[Exception], **fields: Any) ->
 SAMPLES: list[Sample] = [
     Sample(RallypointError("the sentence"), {}, ["the sentence"], (RuntimeError,)),
     Sample(StoreError("the sentence"), {}, ["the sentence"], (RallypointError,)),
+    Sample(MeetingError("the sentence"), {}, ["the sentence"], (StoreError,)),
     Sample(NetworkError("the sentence"), {}, ["the sentence"], (RallypointError, ConnectionError, OSError)),
     sample(
         SessionLost,
@@ -131,9 +139,76 @@ SAMPLES: list[Sample] = [
         operation="add",
         why="reset by peer",
     ),
-    sample(AddressTaken, ["[::1]:80", "not allowed"], NetworkError, address="[::1]:80", why="not allowed"),
+    sample(
+        AddressTaken,
+        ["[::1]:80", "in use by us (pid 123)", "multi_tenant"],
+        NetworkError,
+        address="[::1]:80",
+        why="in use by us",
+        ours=True,
+        pid=123,
+    ),
     sample(
         ServerFailed, ["process 123 did not come up: it ended", "standard error"], NetworkError, pid=123, why="it ended"
+    ),
+    sample(
+        MembersMissing,
+        ["barrier 'start'", "member 0", "30 s", "7 of 8", "missing: 3"],
+        MeetingError,
+        StoreError,
+        TimeoutError,
+        thing="barrier 'start'",
+        member="0",
+        missing=("3",),
+        withdrawn=(),
+        timeout_s=30.0,
+        reason="7 of 8 members are here; missing: 3",
+    ),
+    sample(
+        MembersLost,
+        ["barrier 'start'", "3 (node-c pid 17)"],
+        MeetingError,
+        thing="barrier 'start'",
+        lost=("3 (node-c pid 17)",),
+    ),
+    sample(
+        NotAMember,
+        ["barrier 'start'", "'8'", "8 members, 0 to 7"],
+        MeetingError,
+        ValueError,
+        thing="barrier 'start'",
+        member="8",
+        members="8 members, 0 to 7",
+    ),
+    sample(
+        Disagreement,
+        ["exchange 'x'", "size", "8", "4", "2 (node-b pid 9)"],
+        MeetingError,
+        ValueError,
+        thing="exchange 'x'",
+        what="size",
+        mine="8",
+        theirs="4",
+        other="2 (node-b pid 9)",
+    ),
+    sample(
+        NameTaken,
+        ["group 'rpc'", "'worker1'", "node-b pid 9"],
+        MeetingError,
+        thing="group 'rpc'",
+        member="worker1",
+        other="worker1 (node-b pid 9)",
+    ),
+    sample(
+        BadDeviceMap,
+        ["group 'rpc'", "'worker1'", "'worker2'", "'cuda:1'", "no such device"],
+        MeetingError,
+        ValueError,
+        thing="group 'rpc'",
+        member="worker1",
+        peer="worker2",
+        device="cuda:1",
+        why="worker2 has no such device",
     ),
 ]
 
@@ -231,6 +306,13 @@ def test_a_timeout_may_say_in_other_words_what_is_missing() -> None:
 def test_too_many_keys_are_a_sentence_of_their_own() -> None:
     error = LimitExceeded(what="keys", key="first", size=131_073, limit=131_072)
     assert str(error) == "131,073 keys in one call, starting with 'first'; the limit is 131,072"
+
+
+def test_only_a_server_of_ours_can_be_shared() -> None:
+    for ours in (False, None):
+        error = AddressTaken(address="[::1]:80", why="not allowed", ours=ours)
+        assert str(error).startswith("cannot listen on [::1]:80: not allowed. Choose an address")
+        assert (error.ours, error.pid) == (ours, None)
 
 
 def test_no_address_at_all_still_reads_well() -> None:

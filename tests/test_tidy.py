@@ -63,15 +63,15 @@ SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60
 LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/core/c10d.py": (460, "one wire protocol, both directions"),
     "src/rallypoint/core/engine.py": (
-        520,
+        540,
         "all store semantics, once: operations, waits and wake-ups change the same few tables and are read together",
     ),
-    "src/rallypoint/errors.py": (360, "the whole tree of errors, to be read as one"),
+    "src/rallypoint/errors.py": (510, "the whole tree of errors, to be read as one: which class is under which is its point"),
     "src/rallypoint/store/tcp.py": (420, "the client: its pool of links, its operations, the store"),
-    "src/rallypoint/aio.py": (360, "the whole asyncio front: a session, and the store on it"),
-    "src/rallypoint/core/native.py": (440, "one wire protocol: every request, and the client's end"),
-    "src/rallypoint/core/session.py": (400, "every request of our protocol, and what makes a cut harmless"),
-    "src/rallypoint/store/wire.py": (560, "who sends, who reads and who mends are one set of locks, to be read as one"),
+    "src/rallypoint/aio.py": (380, "the whole asyncio front: a session, and the store on it"),
+    "src/rallypoint/core/native.py": (320, "one wire protocol: every request, and how it is framed"),
+    "src/rallypoint/core/session.py": (410, "every request of our protocol, and what makes a cut harmless"),
+    "src/rallypoint/store/wire.py": (500, "who sends, who reads and who mends are one set of locks, to be read as one"),
     "src/rallypoint/net.py": (400, "resolving, binding and connecting share their rules"),
     "src/rallypoint/store/base.py": (450, "the whole Store interface, with its docstrings"),
 }

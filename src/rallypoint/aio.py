@@ -5,7 +5,8 @@
 
 One connection and one session a store. Any number of tasks may use it; requests are answered as they are ready, and a
 cancelled call leaves nothing behind on the server. A cut is mended as in the blocking client (`store/session.py`): the
-session is resumed within its grace, and what was not answered is repeated.
+session is resumed within its grace, and what was not answered is repeated. A server that is there and does not answer,
+for longer than it was asked to wait and the store's timeout, is `ConnectionLost`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from typing import Any, TypeVar, cast
 from rallypoint import net
 from rallypoint.core import native
 from rallypoint.core.c10d import BadMessage
-from rallypoint.core.native import ACCEPTED, PREFACE, Client, Reply, Request, Status, error_of
+from rallypoint.core.client import Client, Reply, error_of
+from rallypoint.core.native import ACCEPTED, PREFACE, Request, Status
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import (
@@ -35,9 +37,11 @@ from rallypoint.errors import (
 from rallypoint.store.base import Change
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
-from rallypoint.store.wire import FOREVER_S
 
 __all__ = ["AsyncStore", "connect"]
+
+LEAST_PATIENCE_S = 10.0
+"""How long a server may take to answer, beyond what it was asked to wait, however short the store's timeout is."""
 
 _Self = TypeVar("_Self", bound="AsyncStore")
 
@@ -50,7 +54,7 @@ async def connect(url: str, timeout: Timeout | None = None) -> AsyncStore:
     parsed = parse_url(url, timeout)
     if parsed.scheme != "tcp":
         raise ValueError(f"store URL {url!r}: asyncio is for tcp://; use rallypoint.connect for the others")
-    session = _Session(parsed.endpoint())
+    session = _Session(parsed.endpoint(), parsed.timeout_s)
     await session.open(Deadline(parsed.timeout_s))
     return AsyncStore(session, b"/" + (f"{parsed.prefix}/".encode() if parsed.prefix else b""), parsed.timeout_s)
 
@@ -82,8 +86,9 @@ class _Link(asyncio.Protocol):
 class _Session:
     """A session with one of our servers, and the connection that carries it now."""
 
-    def __init__(self, endpoint: net.Endpoint) -> None:
+    def __init__(self, endpoint: net.Endpoint, timeout_s: float) -> None:
         self.peer = str(endpoint)
+        self._patience_s = max(timeout_s, LEAST_PATIENCE_S)
         self._endpoint = endpoint
         self._core = Client(net.caller_name())
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
@@ -174,9 +179,9 @@ class _Session:
         except RallypointError as error:
             self.end(error)
 
-    async def ask(self, kind: type[Request], *arguments: Any) -> Reply:
+    async def ask(self, operation: str, wait_s: float, kind: type[Request], *arguments: Any) -> Reply:
         """Send a request and wait for its answer; cancelled, take it back."""
-        return await self.answer(self.send(kind, *arguments))
+        return await self.answer(self.send(kind, *arguments), operation, wait_s)
 
     def send(self, kind: type[Request], *arguments: Any) -> int:
         """Send a request, now or once a cut is mended, and return its number."""
@@ -187,20 +192,33 @@ class _Session:
             self._transport.write(request)
         return number
 
-    async def answer(self, number: int) -> Reply:
-        """Wait for the answer to a request that was just sent; cancelled, take it back."""
-        future = self._waiting[number] = asyncio.get_running_loop().create_future()
+    async def answer(self, number: int, operation: str, wait_s: float) -> Reply:
+        """Wait for the answer to a request that was just sent, which is owed once `wait_s` have passed.
+
+        Cancelled, or out of patience with the server (ConnectionLost), take the request back.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Reply] = loop.create_future()
+        self._waiting[number] = future
+        patience_s = self._patience_s + wait_s
+        timer = loop.call_later(patience_s, self._give_up, future, operation, patience_s)
         try:
-            reply: Reply = await future
-        except asyncio.CancelledError:
+            reply = await future
+        except (asyncio.CancelledError, RallypointError):
             self._core.forget(number)
             if self.over is None:
                 self.send(native.Drop, number)
             raise
         finally:
+            timer.cancel()
             self._waiting.pop(number, None)
         self._core.settle(reply)
         return reply
+
+    def _give_up(self, future: asyncio.Future[Reply], operation: str, patience_s: float) -> None:
+        if not future.done():
+            why = f"no answer within {patience_s:g} s"
+            future.set_exception(ConnectionLost(peer=self.peer, operation=operation, why=why))
 
     def end(self, reason: RallypointError) -> None:
         """Refuse every further call, and end those under way."""
@@ -231,7 +249,7 @@ class AsyncStore(View):
 
     async def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        await self._ask(native.Set, self._name(key), self._value(key, value))
+        await self._ask("set", native.Set, self._name(key), self._value(key, value))
 
     async def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return a value, waiting until the key exists."""
@@ -239,25 +257,25 @@ class AsyncStore(View):
 
     async def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return int(await self._ask(native.Add, self._name(key), whole_amount(key, amount)))
+        return int(await self._ask("add", native.Add, self._name(key), whole_amount(key, amount)))
 
     async def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write if the value is the expected one; return the value after the call, as PyTorch does."""
         expected, desired = self._value(key, expected_value), self._value(key, desired_value)
-        return bytes(await self._ask(native.CompareSet, self._name(key), expected, desired))
+        return bytes(await self._ask("compare_set", native.CompareSet, self._name(key), expected, desired))
 
     async def swap(self, key: str, expected: str | bytes | None, desired: str | bytes) -> Swap:
         """Write if the value is the expected one (None: if there is no such key); return (won, value now)."""
         wanted = None if expected is None else self._value(key, expected)
-        return Swap(*await self._ask(native.Swap, self._name(key), wanted, self._value(key, desired)))
+        return Swap(*await self._ask("swap", native.Swap, self._name(key), wanted, self._value(key, desired)))
 
     async def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to the end of a value."""
-        await self._ask(native.Append, self._name(key), self._value(key, value))
+        await self._ask("append", native.Append, self._name(key), self._value(key, value))
 
     async def check(self, keys: Sequence[str]) -> bool:
         """Say whether all of the keys exist now."""
-        return bool(await self._ask(native.Check, self._names(keys)))
+        return bool(await self._ask("check", native.Check, self._names(keys)))
 
     async def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Return when all of the keys exist at once."""
@@ -269,50 +287,51 @@ class AsyncStore(View):
 
     async def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write all the pairs as one change."""
-        await self._ask(native.MultiSet, self._pairs(keys, values))
+        await self._ask("multi_set", native.MultiSet, self._pairs(keys, values))
 
     async def delete_key(self, key: str) -> bool:
         """Delete a key, and say whether it was there."""
-        return bool(await self._ask(native.Delete, self._name(key)))
+        return bool(await self._ask("delete_key", native.Delete, self._name(key)))
 
     async def delete_prefix(self, prefix: str) -> int:
         """Delete every key and queue whose name starts with `prefix`; return how many there were."""
-        return int(await self._ask(native.DeletePrefix, self._name(prefix)))
+        return int(await self._ask("delete_prefix", native.DeletePrefix, self._name(prefix)))
 
     async def num_keys(self) -> int:
         """Count the keys; through a prefix, those under it."""
-        return int(await self._ask(native.Count, self._prefix if self._prefix != self._root else b""))
+        return int(await self._ask("num_keys", native.Count, self._prefix if self._prefix != self._root else b""))
 
     async def list_keys(self) -> list[str]:
         """List the keys; through a prefix, those under it, without it."""
-        return [name[len(self._prefix) :].decode() for name in await self._ask(native.List, self._prefix)]
+        return [name[len(self._prefix) :].decode() for name in await self._ask("list_keys", native.List, self._prefix)]
 
     async def queue_push(self, key: str, value: str | bytes) -> None:
         """Put an item at the end of a queue."""
-        await self._ask(native.Push, self._name(key), self._value(key, value))
+        await self._ask("queue_push", native.Push, self._name(key), self._value(key, value))
 
     async def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
         """Take the first item of a queue, waiting in line for it, or (not `block`) raise QueueEmpty."""
         if block:
             return bytes(await self._wait("queue_pop", [key], timeout, native.Take, self._name(key)))
-        item = await self._ask(native.Pop, self._name(key))
+        item = await self._ask("queue_pop", native.Pop, self._name(key))
         if item is None:
             raise QueueEmpty(key=key, store=self._label)
         return bytes(item)
 
     async def queue_len(self, key: str) -> int:
         """Count the items of a queue."""
-        return int(await self._ask(native.QueueLen, self._name(key)))
+        return int(await self._ask("queue_len", native.QueueLen, self._name(key)))
 
     async def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Return when `world_size` callers have come to this key."""
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
-        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), min(world_size, 2**63 - 1))
+        size = max(-(2**63), min(world_size, 2**63 - 1))
+        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), size)
 
     async def lease(self, key: str, value: str | bytes) -> None:
         """Write a key that vanishes with this store's session."""
-        await self._ask(native.Lease, self._name(key), self._value(key, value), 0.0)
+        await self._ask("lease", native.Lease, self._name(key), self._value(key, value), 0.0)
 
     async def watch(self, prefix: str = "") -> AsyncIterator[Change]:
         """Yield every change of a key that starts with `prefix`, from the first `anext` on, until closed."""
@@ -320,7 +339,7 @@ class AsyncStore(View):
         number = session.send(native.Watch, self._name(prefix))
         session._watches[number] = queue
         try:
-            self._result(await session.answer(number))
+            self._result(await session.answer(number, "watch", 0.0))
             while (event := await queue.get()) is not None:
                 yield Change(self._unname(event.key), event.value, event.revision)
             raise copy.copy(cast(RallypointError, session.over))
@@ -328,7 +347,7 @@ class AsyncStore(View):
             session._watches.pop(number, None)
             if session.over is None:
                 with contextlib.suppress(RallypointError):
-                    await session.ask(native.Drop, number)
+                    await session.ask("watch", 0.0, native.Drop, number)
 
     async def close(self) -> None:
         """End the session: leases are given up, waiting calls raise StoreClosed."""
@@ -340,14 +359,15 @@ class AsyncStore(View):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, kind: type[Request], *arguments: Any) -> Any:
-        return self._result(await self._session.ask(kind, *arguments))
+    async def _ask(self, operation: str, kind: type[Request], *arguments: Any) -> Any:
+        return self._result(await self._session.ask(operation, 0.0, kind, *arguments))
 
     async def _wait(
         self, operation: str, keys: Sequence[str], timeout: Timeout | None, kind: type[Request], *arguments: Any
     ) -> Any:
         deadline = self._deadline(timeout)
-        outcome = self._result(await self._session.ask(kind, *arguments, min(deadline.timeout_s, FOREVER_S)))
+        wait_s = min(deadline.timeout_s, native.MAX_WAIT_S)
+        outcome = self._result(await self._session.ask(operation, wait_s, kind, *arguments, wait_s))
         if isinstance(outcome, TimedOut):
             raise self._timed_out(operation, keys, self._unnamed(outcome.missing), deadline)
         return outcome

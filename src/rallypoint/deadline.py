@@ -33,12 +33,13 @@ class Deadline:
     __slots__ = ("at", "timeout_s")
 
     def __init__(self, timeout: Timeout) -> None:
-        self.timeout_s = seconds(timeout)
+        self.timeout_s = timeout if timeout.__class__ is float and timeout >= 0.0 else seconds(timeout)
         self.at = time.monotonic() + self.timeout_s
 
     def remaining(self) -> float:
         """Return the seconds left, never less than zero."""
-        return max(0.0, self.at - time.monotonic())
+        left_s = self.at - time.monotonic()
+        return left_s if left_s > 0.0 else 0.0
 
     def expired(self) -> bool:
         """Say whether no time is left."""

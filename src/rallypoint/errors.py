@@ -13,7 +13,14 @@ launcher may send it to another process. `except` clauses choose by whose fault 
     │   ├── StoreFull          the store's memory is used up
     │   ├── Unsupported        also a NotImplementedError: this kind of store cannot do it
     │   ├── StoreClosed        the store was closed by its own side
-    │   └── CorruptFile        a FileStore's file is not one
+    │   ├── CorruptFile        a FileStore's file is not one
+    │   └── MeetingError       the members of a barrier, an exchange, a lock or a group do not come together
+    │       ├── MembersMissing     also a TimeoutError: not all came in time
+    │       ├── MembersLost        one that had come has died
+    │       ├── NotAMember         also a ValueError: nobody of that name is expected
+    │       ├── Disagreement       also a ValueError: two members ask for what does not fit together
+    │       ├── NameTaken          another process is that member
+    │       └── BadDeviceMap       also a ValueError: a map of devices that cannot be
     └── NetworkError       the store could not be asked; also a ConnectionError
         ├── ConnectFailed      nobody could be reached; also a TimeoutError
         ├── ConnectionLost     the link broke after it stood
@@ -43,6 +50,13 @@ __all__ = [
     "Unsupported",
     "StoreClosed",
     "CorruptFile",
+    "MeetingError",
+    "MembersMissing",
+    "MembersLost",
+    "NotAMember",
+    "Disagreement",
+    "NameTaken",
+    "BadDeviceMap",
     "NetworkError",
     "ConnectFailed",
     "ConnectionLost",
@@ -262,6 +276,129 @@ class CorruptFile(StoreError):
         )
 
 
+class MeetingError(StoreError):
+    """Members of a shared object (`thing` names it) do not come together."""
+
+
+class MembersMissing(MeetingError, TimeoutError):
+    """Not everybody came in time; `missing` says who did not, `withdrawn` who of them came and gave up."""
+
+    thing: str
+    member: str
+    missing: tuple[str, ...]
+    withdrawn: tuple[str, ...]
+    timeout_s: float
+    reason: str
+
+    def __init__(
+        self,
+        *,
+        thing: str,
+        member: str,
+        missing: Sequence[str],
+        timeout_s: float,
+        reason: str,
+        withdrawn: Sequence[str] = (),
+    ) -> None:
+        super().__init__(
+            f"{thing} timed out for member {member} after {timeout_s:g} s: {reason}. "
+            f"Look at the missing: are they running, and do they use the same store and name?",
+            thing=thing,
+            member=member,
+            missing=tuple(missing),
+            withdrawn=tuple(withdrawn),
+            timeout_s=timeout_s,
+            reason=reason,
+        )
+
+
+class MembersLost(MeetingError):
+    """A member that others waited with has died or lost its session; `lost` says who."""
+
+    thing: str
+    lost: tuple[str, ...]
+
+    def __init__(self, *, thing: str, lost: Sequence[str]) -> None:
+        super().__init__(
+            f"{thing} is broken: lost {_few(lost)}, which died or was cut off after it had come. "
+            f"Start it again, and let all members come again.",
+            thing=thing,
+            lost=tuple(lost),
+        )
+
+
+class NotAMember(MeetingError, ValueError):
+    """Nobody of that name is expected."""
+
+    thing: str
+    member: str
+    members: str
+
+    def __init__(self, *, thing: str, member: str, members: str) -> None:
+        super().__init__(
+            f"{thing} does not expect {member!r}: it is for {members}. Is the number of members right?",
+            thing=thing,
+            member=member,
+            members=members,
+        )
+
+
+class Disagreement(MeetingError, ValueError):
+    """Two members ask for what does not fit together; `other` is who came first."""
+
+    thing: str
+    what: str
+    mine: str
+    theirs: str
+    other: str
+
+    def __init__(self, *, thing: str, what: str, mine: str, theirs: str, other: str) -> None:
+        super().__init__(
+            f"{thing}: the {what} here is {mine}, but {other} came with {theirs}. Give all members the same settings.",
+            thing=thing,
+            what=what,
+            mine=mine,
+            theirs=theirs,
+            other=other,
+        )
+
+
+class NameTaken(MeetingError):
+    """Another process is the member of that name; `other` says which."""
+
+    thing: str
+    member: str
+    other: str
+
+    def __init__(self, *, thing: str, member: str, other: str) -> None:
+        super().__init__(
+            f"{thing} has a member {member!r} already: {other}. Use another name, or end that process first.",
+            thing=thing,
+            member=member,
+            other=other,
+        )
+
+
+class BadDeviceMap(MeetingError, ValueError):
+    """A map from one member's devices to another's that cannot be."""
+
+    thing: str
+    member: str
+    peer: str
+    device: str
+    why: str
+
+    def __init__(self, *, thing: str, member: str, peer: str, device: str, why: str) -> None:
+        super().__init__(
+            f"{thing}: the device map of {member!r} for {peer!r} is wrong at {device!r}: {why}.",
+            thing=thing,
+            member=member,
+            peer=peer,
+            device=device,
+            why=why,
+        )
+
+
 class NetworkError(RallypointError, ConnectionError):
     """The other side could not be asked, or went away."""
 
@@ -330,17 +467,25 @@ class ServerRestarted(NetworkError):
 
 
 class AddressTaken(NetworkError):
-    """The address to listen on is in use, is not one of this machine's, or is not allowed."""
+    """The address to listen on is in use, is not one of this machine's, or is not allowed.
+
+    Where somebody has it and was asked who: `ours` says whether that is a rallypoint server, and `pid` which process.
+    """
 
     address: str
     why: str
+    ours: bool | None
+    pid: int | None
 
-    def __init__(self, *, address: str, why: str) -> None:
+    def __init__(self, *, address: str, why: str, ours: bool | None = None, pid: int | None = None) -> None:
+        share = "Share that server with multi_tenant=True, or choose" if ours else "Choose"
         super().__init__(
-            f"cannot listen on {address}: {why}. Choose an address of this machine and a free port (0 takes any), "
-            f"or hand over a bound socket",
+            f"cannot listen on {address}: {why}{'' if pid is None else f' (pid {pid})'}. {share} an address of this "
+            f"machine and a free port (0 takes any), or hand over a bound socket",
             address=address,
             why=why,
+            ours=ours,
+            pid=pid,
         )
 
 

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rallypoint import net
+from rallypoint.core.limits import LEAST_BYTES, MAX_GRACE_S
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ServerFailed
 
@@ -36,8 +37,9 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoin
 class Server:
     """A store server in a child process that lives until `close`, or until this process ends.
 
-    `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `grace` is how long a client's
-    session outlives its connection (default 2 s). Use it as a context manager.
+    `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `max_memory` bounds all that
+    clients may make it hold (default 4 GiB), `max_connection_memory` the largest request and answer (256 MiB), both in
+    bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager.
     Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
     """
 
@@ -48,16 +50,14 @@ class Server:
         *,
         fd: int | None = None,
         max_memory: int | None = None,
+        max_connection_memory: int | None = None,
         grace: Timeout | None = None,
         start_timeout: Timeout = 30.0,
     ) -> None:
         deadline = Deadline(start_timeout)
+        limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
-        settings: dict[str, Any] = {"fds": [sock.fileno() for sock in sockets], "parent_pid": os.getpid()}
-        if max_memory is not None:
-            settings["max_memory"] = max_memory
-        if grace is not None:
-            settings["grace_s"] = seconds(grace, "grace")
+        settings = {"fds": [sock.fileno() for sock in sockets], "parent_pid": os.getpid(), **limits}
         try:
             self.port: int = sockets[0].getsockname()[1]
             self._child, ready = _start(settings)
@@ -117,6 +117,22 @@ class Server:
             pid=self.pid,
             why=f"not ready after {deadline.timeout_s:g} s" if expired else f"ended with {self._child.returncode}",
         )
+
+
+def _limits(grace: Timeout | None, **sizes: int | None) -> dict[str, Any]:
+    """Check the limits that were given, and return them as settings."""
+    given = {name: size for name, size in sizes.items() if size is not None}
+    for name, size in given.items():
+        if isinstance(size, bool) or not isinstance(size, int):
+            raise TypeError(f"{name} must be a number of bytes, not {size!r}")
+        if not LEAST_BYTES[name] <= size < 2**63:
+            raise ValueError(f"{name} must be at least {LEAST_BYTES[name]} bytes, and fit in 64 bits, got {size}")
+    if grace is None:
+        return given
+    grace_s = seconds(grace, "grace")
+    if grace_s > MAX_GRACE_S:
+        raise ValueError(f"grace must be at most {MAX_GRACE_S:g} s, got {grace_s:g} s")
+    return {**given, "grace_s": grace_s}
 
 
 def _start(settings: dict[str, Any]) -> tuple[subprocess.Popen[bytes], int]:

@@ -11,11 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.core import client as client_core
 from rallypoint.core import native
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.caller import Caller, Sessions
+from rallypoint.core.client import Client, Reply, error_of
 from rallypoint.core.engine import Engine
-from rallypoint.core.native import Client, Frames, Hello, Reply, Status, Welcome, error_of, frame, whole
+from rallypoint.core.native import Frames, Hello, Status, Welcome, frame
 from rallypoint.core.records import Event
 from rallypoint.errors import NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
 
@@ -67,10 +69,49 @@ def test_a_frame_past_the_limit_is_refused_by_its_length(cut: int | None) -> Non
         [list(frames.feed(piece)) for piece in pieces(data, [] if cut is None else [cut])]
 
 
-def test_whole_is_for_exactly_one_frame() -> None:
-    data = frame([1, 2])
-    assert whole(data) == data[4:]
-    assert [whole(data[:-1]), whole(data + b"x"), whole(data + data), whole(b""), whole(b"abc")] == [None] * 5
+def test_the_sole_answer_is_taken_and_settled() -> None:
+    client = Client("test")
+    number, _ = client.ask(native.Add, b"/n", 1)
+    assert client.sole(frame((number, Status.OK, 1)), number) == Reply(number, Status.OK, 1)
+    assert client.repeat() == b""
+
+
+NOT_SOLE = {
+    "nothing": b"",
+    "a part": frame((1, Status.OK, 1))[:-1],
+    "a part of the length": b"\5\0\0",
+    "more": frame((1, Status.OK, 1)) + b"x",
+    "two": frame((1, Status.OK, 1)) * 2,
+    "another's": frame((2, Status.OK, 1)),
+    "a push": frame((0, 1, (1, 1, b"/k", b"v"))),
+    "garbage": b"\1\0\0\0\xc1",
+    "an empty frame": b"\0\0\0\0",
+}
+
+
+@pytest.mark.parametrize("name", NOT_SOLE)
+def test_what_is_not_the_sole_answer_is_left_to_receive(name: str) -> None:
+    client = Client("test")
+    number, request = client.ask(native.Add, b"/n", 1)
+    assert client.sole(NOT_SOLE[name], number) is None
+    assert client.repeat() == request
+
+
+def test_an_answer_that_comes_behind_half_of_another_is_left_to_receive() -> None:
+    client = Client("test")
+    number, _ = client.ask(native.Add, b"/n", 1)
+    half, rest = frame((0, 1, (1, 1, b"/k", b"v")))[:6], frame((0, 1, (1, 1, b"/k", b"v")))[6:]
+    assert client.receive(half) == []
+    assert client.sole(rest, number) is None
+    assert [reply.number for reply in client.receive(rest + frame((number, Status.OK, 1)))] == [0, number]
+
+
+def test_an_answer_that_came_before_is_not_taken_again() -> None:
+    client = Client("test")
+    number, _ = client.ask(native.Add, b"/n", 1)
+    answer = frame((number, Status.OK, 1))
+    assert client.sole(answer, number) is not None
+    assert client.sole(answer, number) is None
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=6), st.lists(st.integers(0, 500), max_size=6))
@@ -266,7 +307,7 @@ def test_answers_are_confirmed_after_a_while_and_open_requests_are_not() -> None
     client = Client("test")
     waiting, _ = client.ask(native.Take, b"/q", 5.0)
     sent = b""
-    for _ in range(native.CONFIRM_EVERY + 1):
+    for _ in range(client_core.CONFIRM_EVERY + 1):
         number, sent = client.ask(native.Add, b"/n", 1)
         for reply in client.receive(frame((number, Status.OK, 1))):
             client.settle(reply)

@@ -6,6 +6,7 @@ over a link that is cut at random points, with the tail lost both ways; each fai
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 from typing import Any
@@ -16,11 +17,12 @@ import pytest
 from rallypoint.core import caller, native, session
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.caller import Caller, Sessions
+from rallypoint.core.client import Client, Reply
 from rallypoint.core.engine import Engine
-from rallypoint.core.native import Client, Frames, Hello, Reply, Request, Status, frame
+from rallypoint.core.native import Frames, Hello, Request, Status, frame
 
 GRACE_S = 2.0
-SEEDS = 2000
+SEEDS, FIRST_SEED = 2000, int(os.environ.get("FIRST_SEED", "0"))
 
 
 class House:
@@ -492,8 +494,52 @@ def simulate(seed: int) -> None:
     assert house.engine.queue_len(b"/q") == 0 and house.engine.statistics().waiters == 0
 
 
+def test_beats_of_keys_that_are_leases_no_more_are_forgotten() -> None:
+    house = House()
+    link = Link(house)
+    mine = link.caller.session
+    assert mine is not None
+    for number in range(1, 5001):
+        link.send(frame(native.Lease(2 * number - 1, b"/%d" % number, b"", 1e6)))
+        link.send(frame(native.Delete(2 * number, b"/%d" % number)))
+        link.send(frame(native.Confirm(0, 2 * number, [], 0)))
+        assert len(mine._beats) <= 128, "also when it never beats"
+    link.send(frame(native.Lease(10_001, b"/kept", b"", 10.0)))
+    link.send(frame(native.Lease(10_002, b"/written", b"", 10.0)))
+    link.send(frame(native.Set(10_003, b"/written", b"")))
+    link.send(frame(native.Beat(0)))
+    assert list(mine._beats) == [b"/kept"] and house.sessions.next_end() == 10.0
+    link.send(frame(native.Delete(10_004, b"/kept")))
+    link.send(frame(native.Beat(0)))
+    assert mine._beats == {} and house.sessions.next_end() == float("inf")
+
+
+def test_many_beating_leases_are_all_kept() -> None:
+    house = House()
+    link = Link(house)
+    for number in range(1, 301):
+        link.send(frame(native.Lease(number, b"/%d" % number, b"", 10.0)))
+    house.now = 5.0
+    link.send(frame(native.Beat(0)))
+    house.tick(12.0)
+    assert house.engine.statistics().leased_keys == 300
+    house.tick(15.0)
+    assert house.engine.statistics().leased_keys == 0
+
+
+def test_past_the_limit_only_new_sessions_are_refused() -> None:
+    house = House()
+    house.sessions.limit = 1
+    first = Link(house)
+    assert first.caller.session is not None
+    late = Link(house)
+    assert late.caller.session is None and b"no more are allowed" in late.inbox
+    again = Link(house, resume=first.caller.session.id)
+    assert again.caller.session is first.caller.session and house.sessions.refused == 1
+
+
 def test_nothing_is_lost_or_doubled_by_any_cut() -> None:
-    for seed in range(SEEDS):
+    for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
         try:
             simulate(seed)
         except (AssertionError, BadMessage) as error:

@@ -61,7 +61,8 @@ def test_head_is_get_without_the_body(server: Serving, path: str, status: int) -
 
 
 def test_what_is_not_there_or_not_allowed_is_said(server: Serving) -> None:
-    assert request(server, "GET", "/favicon.ico")[:2] == (404, b"nothing here: try /, /healthz or /statistics\n")
+    nothing = b"nothing here: try /, /about, /healthz or /statistics\n"
+    assert request(server, "GET", "/favicon.ico")[:2] == (404, nothing)
     for method in ("PUT", "DELETE", "OPTIONS", "PATCH"):
         status, body, headers = request(server, method, "/")
         assert status == 405 and headers["allow"] == "GET, HEAD" and body

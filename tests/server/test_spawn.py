@@ -12,10 +12,11 @@ import subprocess
 import sys
 import textwrap
 import threading
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.wire import Peer, http, read_line, script, until, wait_for_end
+from tests.wire import MIB, Peer, http, read_line, script, until, wait_for_end
 
 import rallypoint
 from rallypoint import net
@@ -89,6 +90,33 @@ def test_it_can_be_killed_and_says_so() -> None:
         os.kill(server.pid, signal.SIGKILL)
         until(server.running, lambda running: not running)
     assert may_listen(server.port)
+
+
+@pytest.mark.parametrize("name", ["max_memory", "max_connection_memory"])
+def test_memory_limits_are_checked_before_anything_is_started(name: str) -> None:
+    for wrong in (0, -1, 1000, 2**63):
+        with pytest.raises(ValueError, match=f"{name} must be at least .* got {wrong}$"):
+            rallypoint.Server(**{name: wrong})  # type: ignore[arg-type]
+    for odd in ("64M", 1e9, True):
+        with pytest.raises(TypeError, match=f"{name} must be a number of bytes, not {odd!r}"):
+            rallypoint.Server(**{name: odd})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("grace", [-1, float("inf"), float("nan"), 86_401, timedelta(days=2)])
+def test_a_grace_that_is_none_is_refused(grace: float) -> None:
+    with pytest.raises(ValueError, match="grace must"):
+        rallypoint.Server(grace=grace)
+
+
+def test_the_limits_are_the_childs() -> None:
+    with rallypoint.Server(max_memory=64 * MIB, max_connection_memory=32 * MIB) as server:
+        assert server.statistics()["max_bytes"] == 64 * MIB
+        keys = [str(number) for number in range(5)]
+        with rallypoint.connect(server.url) as store:
+            for key in keys:
+                store.set(key, bytes(7 * MIB))
+            with pytest.raises(rallypoint.LimitExceeded, match=f"the limit is {32 * MIB:,}"):
+                store.multi_get(keys)
 
 
 # It cannot start

@@ -31,6 +31,8 @@ from rallypoint.core.replica import (
 from rallypoint.store.filelog import LogFile
 from rallypoint.store.follower import OWNERS_PER_LOOK, Follower, Seat
 
+FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
+
 
 class Died(BaseException):
     """The process was killed here."""
@@ -197,7 +199,7 @@ class World:
         return copy
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + 60))
 def test_all_followers_agree_whoever_dies_wherever(tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(str(tmp_path / "log"), seed, monkeypatch)
     for _ in range(150):

@@ -9,16 +9,13 @@ from typing import Any
 import click
 
 from rallypoint.cli import COMMANDS
+from rallypoint.core.limits import LEAST_BYTES, MAX_GRACE_S
 from rallypoint.errors import RallypointError
-from rallypoint.server.settings import DEFAULT_PORT, Settings
+from rallypoint.server.settings import DEFAULT_GRACE_S, DEFAULT_PORT, MAX_SESSIONS, Settings
 
 __all__ = ["command"]
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
-_LEAST = {
-    "max_memory": 1024**2,
-    "max_connection_memory": 32 * 1024**2,
-}  # the largest request is two of the largest values
 
 
 def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
@@ -27,11 +24,19 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     if not match or int(match[1]) == 0:
         raise click.BadParameter(f"{value!r} is not a size; write bytes, or a number with K, M, G or T")
     size = int(match[1]) * _UNITS[match[2]]
-    if size < _LEAST[str(param.name)]:
-        raise click.BadParameter(
-            f"{value!r} is too little: requests that are allowed need {_LEAST[str(param.name)]} bytes"
-        )
+    least = LEAST_BYTES[str(param.name)]
+    if size < least:
+        raise click.BadParameter(f"{value!r} is too little: requests that are allowed need {least} bytes")
+    if size >= 2**63:
+        raise click.BadParameter(f"{value!r} is more than fits in 64 bits")
     return size
+
+
+def _grace(ctx: click.Context, param: click.Parameter, value: float) -> float:
+    """Check a duration; neither "nan" nor "inf" is one."""
+    if not 0 <= value <= MAX_GRACE_S:
+        raise click.BadParameter(f"{value:g} is not a number of seconds from 0 to {MAX_GRACE_S:g}")
+    return value
 
 
 @click.command(short_help=COMMANDS["serve"])
@@ -48,6 +53,27 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     default="256M",
     show_default=True,
     help="The largest request and answer.",
+)
+@click.option(
+    "--max-connections",
+    type=click.IntRange(1),
+    help="How many may be connected at once.  [what the limit on open files allows]",
+)
+@click.option(
+    "--max-sessions",
+    type=click.IntRange(1),
+    default=MAX_SESSIONS,
+    show_default=True,
+    help="How many clients may have a session, those included that are away in their grace.",
+)
+@click.option(
+    "--grace",
+    "grace_s",
+    type=float,
+    callback=_grace,
+    default=DEFAULT_GRACE_S,
+    show_default=True,
+    help="Seconds that a client's session, and its leases, outlive its connection.",
 )
 def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **options: Any) -> None:
     """Serve a store that rallypoint and PyTorch programs can use, until SIGTERM or Ctrl-C.

@@ -15,7 +15,8 @@ import msgspec
 from rallypoint.core import native
 from rallypoint.core.c10d import REPLIES_BYTES, BadMessage
 from rallypoint.core.engine import Engine
-from rallypoint.core.native import GARBLED, Frames, Hello, Status, Welcome, frame, whole
+from rallypoint.core.native import GARBLED, Frames, Hello, Status, Welcome, frame, unpack_length
+from rallypoint.core.objects import Objects
 from rallypoint.core.session import Ledger, Session, decode_request
 
 __all__ = ["Caller", "Sessions"]
@@ -26,17 +27,28 @@ _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 class Sessions:
     """All sessions of one server: those here, and those away in their grace."""
 
+    limit = 1 << 62
+    """How many sessions there may be."""
+
+    refused = 0
+    """How many callers were turned away because there were so many."""
+
     def __init__(self, engine: Engine, identity: bytes, grace_s: float, ledger: Ledger | None = None) -> None:
         self.identity = identity
         self.ledger = ledger or Ledger()
         self.grace_s = grace_s
+        self.objects = Objects(engine)
         self._engine = engine
+        self._opened = 0
         self._sessions: dict[bytes, Session] = {}
         self._away: dict[Session, float] = {}  # until when; in that order, for all have the same grace
         self._beating: dict[Session, None] = {}
 
     def __iter__(self) -> Iterator[Session]:
         return iter(self._sessions.values())
+
+    def __len__(self) -> int:
+        return len(self._sessions)
 
     def enter(self, hello: Hello, link: object, new_id: bytes) -> tuple[Session | None, bytes]:
         """Open or resume a session on a connection, from whichever carried it before; return it and what to answer."""
@@ -47,9 +59,16 @@ class Sessions:
         if hello.session and session is None:
             why = "it knows no such session, which has ended or was another server's"
             return None, frame((0, Status.REFUSED, (self.identity, why)))
+        if session is None and len(self._sessions) >= self.limit:
+            self.refused += 1
+            why = f"it has {len(self._sessions)} sessions, and no more are allowed (serve --max-sessions)"
+            return None, frame((0, Status.REFUSED, (self.identity, why)))
         unseen = b""
         if session is None:
-            session = self._sessions[new_id] = Session(self._engine, new_id, hello.name, self.ledger, self._beating)
+            session = Session(self._engine, self.objects, new_id, hello.name, self.ledger, self._beating)
+            self._opened += 1
+            session.serial = str(self._opened)
+            self._sessions[new_id] = session
         else:
             unseen = session.resume(hello.pushes_seen)
             self._away.pop(session, None)
@@ -89,6 +108,7 @@ class Sessions:
         self._sessions.pop(session.id, None)
         session.give_back()
         self._engine.end(session)
+        self.objects.end(session.serial)
 
 
 class Caller:
@@ -118,10 +138,9 @@ class Caller:
 
     def receive(self, data: bytes, now: float) -> bytes:
         """Carry out the requests in what came, and return the answers. Raises BadMessage, and is of no use after."""
-        if not self.held:
-            payload = whole(data)
-            if payload is not None:
-                return self._request(payload, now)
+        size = len(data)
+        if size > 4 and not self.held and unpack_length(data)[0] == size - 4:  # one frame, as nearly all of them come
+            return self._request(data[4:], now)
         self._backlog.extend(self._frames.feed(data))
         replies: list[bytes] = []
         owed = 0
@@ -149,7 +168,7 @@ class Caller:
             request = decode_request(payload)
         except GARBLED as error:
             return _misunderstood(payload, error)
-        if session.overdue and request.__class__ is not native.Confirm:
+        if session.late and session.overdue and request.__class__ is not native.Confirm:
             raise BadMessage(session.overdue)
         return session.request(request, now)
 

@@ -280,6 +280,22 @@ class Engine:
         self._hold(watch)
         return watch
 
+    # For the shared objects of `core/objects.py`
+
+    def park_call(self, name: bytes, owner: Hashable, deadline: float | None, tag: object) -> Waiter:
+        """Let a call on a shared object wait."""
+        return self._park(Waiter(Want.CALL, (name,), (), owner, deadline, tag))
+
+    def answer_call(self, waiter: Waiter, answer: Answer) -> None:
+        """Answer a call that waits, unless it was given up."""
+        if self._release(waiter):
+            self._unpark(waiter)
+            self.outbox.append((waiter, answer))
+
+    def charge(self, name: bytes, amount: int) -> None:
+        """Count bytes that a shared object keeps, or no longer keeps; refuse to if the store is full."""
+        self._grow(name, amount)
+
     # What a host calls beside the operations
 
     def take(self) -> list[tuple[Waiter | Watch, Answer]]:
@@ -359,7 +375,7 @@ class Engine:
     def _put(self, key: bytes, value: bytes, owner: Hashable = None) -> None:
         old = self._values.get(key)
         size = self.size + len(value) - len(old) if old is not None else self.size + len(key) + len(value) + ENTRY_BYTES
-        if size > self.max_bytes:
+        if size > self.max_bytes and size > self.size:
             raise StoreFull(key=show(key), size=size, limit=self.max_bytes)
         self.size = size
         self._values[key] = value
@@ -419,7 +435,7 @@ class Engine:
         self._grow(waiter.keys[0], sum(len(key) + ENTRY_BYTES for key in waiter.keys))
         if waiter.want is Want.COUNT:
             self._gates.setdefault(waiter.keys[0], {}).setdefault(waiter.need, {})[waiter] = None
-        else:
+        elif waiter.want is not Want.CALL:
             for key in waiter.keys:
                 self._waiting.setdefault(key, {})[waiter] = None
         self._hold(waiter)
@@ -441,7 +457,7 @@ class Engine:
                 del gate[waiter.need]
             if not gate:
                 del self._gates[waiter.keys[0]]
-        else:
+        elif waiter.want is not Want.CALL:
             for key in dict.fromkeys(waiter.keys):
                 waiters = self._waiting[key]
                 del waiters[waiter]

@@ -1,4 +1,4 @@
-"""Our wire protocol: what is said, and the client's end of it. Fed incrementally, bounded, without I/O.
+"""Our wire protocol: what is said, and how it is cut into frames. Fed incrementally, bounded, without I/O.
 
 A connection starts with `PREFACE`, which no other caller sends: to PyTorch's server it is a greeting and a ping,
 which it answers with the ping's own number, and we know whom we met. Our server answers `ACCEPTED`. Then come frames:
@@ -19,32 +19,33 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from rallypoint.core import c10d
+from rallypoint.core.barrier import Arrive as Arrived
+from rallypoint.core.barrier import Withdraw
 from rallypoint.core.c10d import BadMessage
+from rallypoint.core.exchange import Give, TakeBack
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from rallypoint.core.records import Event
-from rallypoint.errors import LimitExceeded, NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
+from rallypoint.core.lock import Acquire, Look, Release
+from rallypoint.core.machine import Name
 
 __all__ = [
     "ACCEPTED",
+    "MAX_WAIT_S",
     "PREFACE",
     "VERSION",
-    "Client",
     "Frames",
     "GARBLED",
     "Hello",
-    "Reply",
     "Request",
     "Status",
     "Welcome",
-    "error_of",
     "frame",
-    "whole",
+    "unpack_length",
 ]
 
 PREFACE = c10d.hello(0x594C4152)
@@ -56,14 +57,11 @@ ACCEPTED = b"RLY1"
 VERSION = 1
 """The protocol's version, said in `Hello`."""
 
-MAX_FRAME_BYTES = 1 << 30
-"""The longest frame that a client takes from a server, which it trusts more than the server trusts it."""
-
 MAX_OPEN = 65_536
 """How many requests of a session may be open at once."""
 
-CONFIRM_EVERY = 64
-"""How many answers a client takes before it tells the server to forget them."""
+MAX_WAIT_S = 1e9
+"""The longest wait that can be asked for."""
 
 GARBLED = (ValueError, TypeError, RecursionError)
 """What msgspec raises for bytes that make no sense: its own errors, and Python's for bad text and deep nesting."""
@@ -73,7 +71,7 @@ _LENGTH = struct.Struct("<I")
 Key = Annotated[bytes, Meta(max_length=MAX_KEY_BYTES + 1)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
 Keys = Annotated[list[Key], Meta(max_length=MAX_KEYS)]
-Seconds = Annotated[float, Meta(ge=0.0, le=1e9)]
+Seconds = Annotated[float, Meta(ge=0.0, le=MAX_WAIT_S)]
 
 
 class Status:
@@ -235,6 +233,21 @@ class Beat(Request, tag=27):
     """Not numbered, not answered: keep the leases that have a time to live for another one."""
 
 
+class Act(Request, tag=28):
+    """A command to a shared object. `call` tells it from the session's other calls, and is the same again when its
+    caller has heard why it waits, and waits on. Answered by `[DONE, answer]`, `[REFUSED, error, fields]` or, when
+    `timeout_s` have passed, `[WAITING, reason, missing, withdrawn]`."""
+
+    name: Key
+    member: Name
+    call: int
+    command: Annotated[Arrived | Withdraw | Give | TakeBack | Acquire | Look | Release, Meta()]
+    timeout_s: Seconds
+
+
+DONE, REFUSED, WAITING = range(3)
+
+
 class Ping(Request, tag=25):
     pass
 
@@ -250,38 +263,32 @@ READS = (Get, Check, Wait, MultiGet, Count, List, QueueLen, Ping)
 def frame(body: Any) -> bytes:
     """Encode one frame."""
     payload = _encode(body)
-    return _LENGTH.pack(len(payload)) + payload
+    return _pack(len(payload)) + payload
 
 
 _encode = msgspec.msgpack.Encoder().encode
-
-
-def whole(data: bytes) -> bytes | None:
-    """Return the payload of data that is exactly one frame, which is how nearly all of them come; else None."""
-    if len(data) >= 4 and _LENGTH.unpack_from(data)[0] == len(data) - 4:
-        return data[4:]
-    return None
+_pack = _LENGTH.pack
+unpack_length = _LENGTH.unpack_from
+"""Read the length in front of a frame, as a tuple of one."""
 
 
 class Frames:
     """Cuts a stream of bytes into the payloads of its frames."""
 
-    __slots__ = ("_buffer", "_limit")
+    __slots__ = ("_buffer", "_limit", "held")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._buffer = bytearray()
-
-    @property
-    def held(self) -> int:
+        self.held = 0
         """How many bytes of an unfinished frame are held."""
-        return len(self._buffer)
 
     def feed(self, data: bytes) -> Iterator[bytes]:
         """Take what came, and yield each payload that is whole."""
         if self._buffer:
             self._buffer += data
-            if len(self._buffer) < 4 or len(self._buffer) < 4 + self._size(self._buffer, 0):
+            self.held = len(self._buffer)
+            if self.held < 4 or self.held < 4 + self._size(self._buffer, 0):
                 return
             data = bytes(self._buffer)
             self._buffer.clear()
@@ -293,129 +300,10 @@ class Frames:
             yield data[at + 4 : stop]
             at = stop
         self._buffer += data[at:]
+        self.held = len(self._buffer)
 
     def _size(self, data: bytes | bytearray, at: int) -> int:
         size: int = _LENGTH.unpack_from(data, at)[0]
         if size > self._limit:
             raise BadMessage(f"a frame of {size} bytes, the limit is {self._limit}")
         return size
-
-
-class Reply(NamedTuple):
-    """What came for a request, or (number 0) a push with its number as status."""
-
-    number: int
-    status: int
-    result: Any
-
-    def event(self) -> tuple[int, Event]:
-        """Read a push: the number of its watch's request, and what happened."""
-        try:
-            number, revision, key, value = msgspec.convert(self.result, tuple[int, int, bytes, bytes | None])
-        except msgspec.ValidationError as error:
-            raise BadMessage(f"the server's push makes no sense: {error}") from None
-        return number, Event(revision, key, value)
-
-
-_decode = msgspec.msgpack.Decoder(Reply).decode
-
-
-def error_of(reply: Reply, store: str) -> StoreError:
-    """Make the error that a server answered with."""
-    try:
-        kind, fields = reply.result
-        if "key" in fields:
-            fields["key"] = fields["key"].removeprefix("/")
-        return _ERRORS[kind](**fields)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return StoreError(f"{store} refused: {reply.result}")
-
-
-_ERRORS: dict[str, type[StoreError]] = {
-    "LimitExceeded": LimitExceeded,
-    "NotAnInteger": NotAnInteger,
-    "StoreFull": StoreFull,
-}
-
-
-class Client:
-    """The client's end of one session, over as many connections as it takes."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-        self._server = b""
-        self._session = b""
-        self._frames = Frames(MAX_FRAME_BYTES)
-        self._next = 1
-        self._open: dict[int, bytes] = {}
-        self._pushes_seen = 0
-        self._unconfirmed = 0
-
-    def greet(self) -> bytes:
-        """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
-        self._frames = Frames(MAX_FRAME_BYTES)
-        return frame(Hello(VERSION, self._name, self._session, self._pushes_seen))
-
-    def welcome(self, reply: Reply, peer: str) -> float:
-        """Read the answer to the greeting, and return the session's grace; raise why there is no session."""
-        try:
-            if reply.status != Status.OK:
-                identity, why = reply.result
-                if not self._session:
-                    raise BadMessage(f"refused: {why}")
-                raise (SessionLost if identity == self._server else ServerRestarted)(peer=peer, why=why)
-            welcome = msgspec.convert(reply.result, Welcome)
-        except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise BadMessage(f"the server's welcome makes no sense: {error}") from None
-        self._server, self._session = welcome.server, welcome.session
-        return welcome.grace_s
-
-    def repeat(self) -> bytes:
-        """Return, after a resumption, all requests that were not answered, as they were."""
-        return b"".join(self._open.values())
-
-    def ask(self, kind: type[Request], *arguments: Any) -> tuple[int, bytes]:
-        """Number a request; return the number and what to send."""
-        number = self._next
-        request = frame(kind(number, *arguments))
-        sent = request if self._unconfirmed < CONFIRM_EVERY else self.confirm() + request
-        self._next = number + 1
-        self._open[number] = request
-        return number, sent
-
-    def confirm(self) -> bytes:
-        """Return what tells the server to forget what was delivered, or nothing when that was little."""
-        if self._unconfirmed < CONFIRM_EVERY:
-            return b""
-        self._unconfirmed = 0
-        return frame(Confirm(0, self._next - 1, list(self._open), self._pushes_seen))
-
-    def receive(self, data: bytes) -> list[Reply]:
-        """Take what came; return what is in it, in order. Each is to be settled once it was delivered."""
-        payload = whole(data) if not self._frames.held else None
-        payloads = self._frames.feed(data) if payload is None else (payload,)
-        return [self._read(payload) for payload in payloads]
-
-    def _read(self, payload: bytes) -> Reply:
-        self._unconfirmed += 1 + (len(payload) >> 14)
-        try:
-            return _decode(payload)
-        except GARBLED as error:
-            raise BadMessage(f"the server said what makes no sense: {error}") from None
-
-    def expects(self, reply: Reply) -> bool:
-        """Say whether a reply is new; a cut may make answers and pushes come twice."""
-        return reply.number in self._open if reply.number else reply.status > self._pushes_seen
-
-    def settle(self, reply: Reply) -> None:
-        """Note that a reply was delivered: its request is not repeated, and its push not sent again."""
-        if reply.number:
-            self._open.pop(reply.number, None)
-            if isinstance(reply.result, bytes):  # an item, which goes back to its queue if we die unconfirmed
-                self._unconfirmed += CONFIRM_EVERY
-        else:
-            self._pushes_seen = reply.status
-
-    def forget(self, number: int) -> None:
-        """Take a request off the list of those to repeat."""
-        self._open.pop(number, None)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Sequence
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
+
+from rallypoint.core.machine import Done, Refused, Waiting
 
 __all__ = ["Answer", "Event", "Statistics", "Swap", "TimedOut", "Turn", "Want", "Waiter", "Watch", "show"]
 
@@ -45,13 +47,14 @@ class Want(Enum):
     VALUES = auto()
     ITEM = auto()
     COUNT = auto()
+    CALL = auto()
     TURN = auto()
 
 
 class Waiter:
     """One request that waits; compared by identity. `tag` is the host's own. `arrived`: a barrier has counted it."""
 
-    __slots__ = ("arrived", "deadline", "keys", "missing", "need", "owner", "tag", "want")
+    __slots__ = ("arrived", "call", "deadline", "keys", "missing", "need", "owner", "tag", "want")
 
     def __init__(
         self,
@@ -71,6 +74,8 @@ class Waiter:
         self.tag = tag
         self.need = need
         self.arrived = want is Want.COUNT
+        self.call: Any = None
+        """Of a call on a shared object: what `core/objects.py` knows of it."""
 
 
 class Watch:
@@ -95,7 +100,7 @@ class Turn:
         self.aged = False
 
 
-Answer = None | bytes | list[bytes] | Turn | TimedOut | Event
+Answer = None | bytes | list[bytes] | Turn | TimedOut | Event | Done | Refused | Waiting
 """What a wait ends with, or what a watch delivers."""
 
 

@@ -22,7 +22,9 @@ import msgspec
 from rallypoint.core import native
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.engine import Engine
+from rallypoint.core.machine import Call, Done, Refused, Waiting
 from rallypoint.core.native import Request, Status, frame
+from rallypoint.core.objects import Objects
 from rallypoint.core.records import Answer, Event, TimedOut, Waiter, Want, Watch
 from rallypoint.errors import LimitExceeded, StoreError
 
@@ -50,7 +52,7 @@ decode_request = msgspec.msgpack.Decoder(
     native.Set | native.Get | native.Add | native.Check | native.Wait | native.MultiGet | native.MultiSet
     | native.Append | native.CompareSet | native.Swap | native.Delete | native.DeletePrefix | native.Count
     | native.List | native.Push | native.Pop | native.Take | native.QueueLen | native.Arrive | native.Lease
-    | native.Unlease | native.Beat | native.Watch | native.Drop | native.Confirm | native.Ping | native.Bye
+    | native.Unlease | native.Beat | native.Watch | native.Drop | native.Confirm | native.Act | native.Ping | native.Bye
 ).decode  # fmt: skip
 """Read a request, checking all of it; raise one of `native.GARBLED` where it makes no sense."""
 
@@ -66,6 +68,7 @@ class Session:
         "_kept",
         "_kept_bytes",
         "_ledger",
+        "_objects",
         "_pushed",
         "_pushes",
         "_suspended",
@@ -73,21 +76,36 @@ class Session:
         "_waiting",
         "_watches",
         "id",
+        "late",
         "link",
         "name",
         "over",
+        "serial",
     )
 
     def __init__(
-        self, engine: Engine, identity: bytes, name: str, ledger: Ledger, beating: dict[Session, None]
+        self,
+        engine: Engine,
+        objects: Objects,
+        identity: bytes,
+        name: str,
+        ledger: Ledger,
+        beating: dict[Session, None],
     ) -> None:
         self.id = identity
         self.name = name
+        self.serial = ""
+        """What tells it from all other sessions, and is no secret, as its id is."""
+
         self.link: object = None
         """The host's connection that carries the session now, or None."""
 
         self.over = False
+        self.late = False
+        """Whether this client may be overdue: looked into whenever more is kept for it."""
+
         self._engine = engine
+        self._objects = objects
         self._highest = 0
         self._kept: dict[int, bytes] = {}
         self._waiting: dict[int, Waiter] = {}
@@ -154,7 +172,7 @@ class Session:
         else:
             if answer is _LATER:
                 return b""
-            reply = self._reply(number, answer)
+            reply = frame((number, Status.OK, answer)) if answer.__class__ in _SMALL else self._reply(number, answer)
         if kind not in _READS:
             self._keep(number, reply)
         return reply
@@ -173,8 +191,10 @@ class Session:
             return b""
         if isinstance(answer, bytes):
             self._taken[number] = (handle.keys[0], answer)
+        if handle.want is Want.CALL and isinstance(answer, TimedOut):
+            answer = self._objects.why(handle)
         reply = self._reply(number, answer)
-        if handle.want in (Want.ITEM, Want.COUNT):  # the others only read, and may do so again
+        if handle.want in (Want.ITEM, Want.COUNT, Want.CALL):  # the others only read, and may do so again
             self._keep(number, reply)
         return reply
 
@@ -201,9 +221,12 @@ class Session:
     # Inside
 
     def _reply(self, number: int, answer: Any) -> bytes:
-        if answer.__class__ is TimedOut:
+        kind = answer.__class__
+        if kind is TimedOut:
             return frame((number, Status.TIMED_OUT, answer.missing))
-        if isinstance(answer, (list, tuple)) and answer and isinstance(answer[0], bytes):
+        if kind in _OUTCOMES:
+            return frame((number, Status.OK, (_OUTCOMES[kind], *answer)))
+        if (kind is list or kind is tuple) and answer and answer[0].__class__ is bytes:
             size = sum(map(len, answer))
             if size > self._ledger.answer_limit:
                 error = LimitExceeded(what="answer", key="", size=size, limit=self._ledger.answer_limit)
@@ -223,7 +246,11 @@ class Session:
 
     def _keep(self, number: int, reply: bytes) -> None:
         self._kept[number] = reply
-        self._count(len(reply))
+        size, ledger = len(reply), self._ledger
+        self._kept_bytes += size
+        ledger.kept += size
+        if len(self._kept) > MAX_KEPT or ledger.kept > ledger.limit:
+            self.late = True
 
     def _count(self, size: int) -> None:
         self._kept_bytes += size
@@ -239,7 +266,7 @@ class Session:
         if timeout_s <= 0:
             missing = tuple(outcome.missing)
             self._engine.drop(outcome)
-            return TimedOut(missing)
+            return self._objects.why(outcome) if outcome.want is Want.CALL else TimedOut(missing)
         self._waiting[number] = outcome
         return _LATER
 
@@ -279,6 +306,12 @@ class Session:
         outcome = self._engine.barrier(request.key, request.size, self, now + timeout_s, number)
         return self._wait(outcome, number, timeout_s)
 
+    def _act(self, request: native.Act, now: float) -> Any:
+        number, timeout_s = request.number, request.timeout_s
+        call = Call(request.member, self.serial, request.call, self.name)
+        outcome = self._objects.act(request.name, call, request.command, self, now + timeout_s, number)
+        return self._wait(outcome, number, timeout_s)
+
     def _watch(self, request: native.Watch, now: float) -> Any:
         self._watches[request.number] = self._engine.watch(request.prefix, self, request.number)
 
@@ -291,16 +324,22 @@ class Session:
 
     def _confirm(self, request: native.Confirm, now: float) -> Any:
         still = set(request.open)
+        freed = 0
         for number in [number for number in self._kept if number <= request.last and number not in still]:
-            self._count(-len(self._kept.pop(number)))
+            freed += len(self._kept.pop(number))
             self._taken.pop(number, None)
+        self._count(-freed)
         self._seen(request.pushes)
+        self.late = bool(self.overdue)
         return _LATER
 
     def _lease(self, request: native.Lease, now: float) -> Any:
         self._engine.set(request.key, request.value, self)
         self._still(request.key)
         if request.ttl_s:
+            size = len(self._beats)
+            if size >= 64 and not size & (size - 1):  # each time their number has doubled
+                self._forget_beats()
             self._beats[request.key] = (request.ttl_s, now + request.ttl_s)
             self._beating[self] = None
 
@@ -314,8 +353,14 @@ class Session:
             self._beating.pop(self, None)
 
     def _beat(self, request: native.Beat, now: float) -> Any:
+        self._forget_beats()
         self._beats = {key: (ttl_s, now + ttl_s) for key, (ttl_s, _) in self._beats.items()}
         return _LATER
+
+    def _forget_beats(self) -> None:
+        """Expect no heartbeat for keys that were deleted or written by others; they are leases no more."""
+        for key in self._beats.keys() - self.leases:
+            self._still(key)
 
     def _bye(self, request: native.Bye, now: float) -> Any:
         self._taken.clear()  # who says goodbye has seen its answers
@@ -323,6 +368,8 @@ class Session:
 
 
 _LATER = object()
+_OUTCOMES: dict[type, int] = {Done: native.DONE, Refused: native.REFUSED, Waiting: native.WAITING}
+_SMALL = frozenset((int, bool, type(None)))
 _READS = frozenset(native.READS)
 _UNNUMBERED = (native.Confirm, native.Beat)
 _DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
@@ -345,6 +392,7 @@ _DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
     native.Take: Session._take,
     native.QueueLen: lambda s, r, now: s._engine.queue_len(r.key),
     native.Arrive: Session._arrive,
+    native.Act: Session._act,
     native.Lease: Session._lease,
     native.Unlease: Session._unlease,
     native.Beat: Session._beat,

@@ -78,19 +78,21 @@ class Connection(asyncio.Protocol):
             face = self.face
             if face is None:
                 return
+        house = self._house
+        engine = house.engine
         try:
             reply = face.receive(data, time.monotonic())
         except BadMessage as error:
             self.drop(str(error))
-        else:
-            if reply:
-                self._transport.write(reply)
-            if face.held or self._held or len(reply) > 65536:
-                self._settle(face)
-        if self._house.engine.outbox:
-            self._house.deliver()
-        if self._house.engine.earliest < self._house.ticks_at:
-            self._house.tick()
+            reply = b""
+        if engine.outbox:  # first those who have waited: the caller would only compete with them
+            house.deliver()
+        if reply:
+            self._transport.write(reply)
+        if face.held or self._held or len(reply) > 65536:
+            self._settle(face)
+        if engine.earliest < house.ticks_at:
+            house.tick()
 
     def pause_writing(self) -> None:
         self._paused = True

@@ -1,17 +1,21 @@
 """The server: one engine, its listening sockets, and everybody who is connected, in one asyncio process.
 
 `House` is what connections share. It delivers what the engine has for others, adds up the memory that all of them hold,
-and once a second sweeps: newcomers that did not say who they are, and turns that nobody used.
+and once a second sweeps: newcomers that did not say who they are, and turns that nobody used. Who comes when there are
+as many as may be is turned away, and the sweep says so in the log: one line a second, however many come.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import socket
+import sys
 import time
 from collections.abc import Sequence
+from itertools import islice
 from typing import Any
 
 from rallypoint import net
@@ -37,6 +41,9 @@ SWEEP_S = 1.0
 SHOWN = 100
 """How many keys of one client the statistics name."""
 
+LISTED = 10_000
+"""How many clients, and how many sessions, the statistics list; the others they count."""
+
 COMPLAINTS_KEPT = 1024
 """How many peers' complaints are remembered, so that each is logged once."""
 
@@ -57,6 +64,9 @@ class House:
         self._held = 0
         ledger = Ledger(settings.max_connection_memory, max(settings.max_memory // 4, RESERVE_BYTES))
         self.sessions = Sessions(self.engine, secrets.token_bytes(16), settings.grace_s, ledger)
+        self.sessions.limit = settings.max_sessions
+        self._refused = 0
+        self._logged = (0, 0)  # how many connections and sessions were refused when that was last logged
         self.ticks_at = float("inf")
         """When `tick` will run next."""
 
@@ -82,12 +92,23 @@ class House:
             connection.close()
         await asyncio.sleep(0)
 
-    def statistics(self) -> dict[str, Any]:
-        """Return what the server holds now, by name: numbers, then who is connected, then who has a session."""
+    def about(self) -> dict[str, Any]:
+        """Return who this is, for whoever finds its port taken."""
+        version = sys.modules["rallypoint"].__version__  # what stands there may not be imported from here
+        return {"server": "rallypoint", "version": version, "pid": os.getpid()}
+
+    def statistics(self, listed: int = LISTED) -> dict[str, Any]:
+        """Return what the server holds now, by name: numbers, then who is connected, then who has a session.
+
+        Of each, so many are listed, and `more_clients` and `more_sessions` count the rest.
+        """
         engine = self.engine.statistics()
         return {
+            **self.about(),
             "uptime_s": round(time.monotonic() - self.started_at, 1),
             "connections": len(self._connections),
+            "refused_connections": self._refused,
+            "refused_sessions": self.sessions.refused,
             "keys": engine.keys,
             "queues": engine.queues,
             "waiting": engine.waiters,
@@ -96,14 +117,21 @@ class House:
             "bytes": engine.size + self._held + self.sessions.ledger.kept,
             "max_bytes": self.settings.max_memory,
             "revision": engine.revision,
-            "clients": [connection.describe() for connection in self._connections],
-            "sessions": [_describe(session) for session in self.sessions],
+            "more_clients": max(0, len(self._connections) - listed),
+            "more_sessions": max(0, len(self.sessions) - listed),
+            "clients": [connection.describe() for connection in islice(self._connections, listed)],
+            "sessions": [_describe(session) for session in islice(self.sessions, listed)],
         }
 
     # What connections call
 
     def arrived(self, connection: Connection) -> None:
-        """Count a new connection, which must soon say who calls."""
+        """Count a new connection, which must soon say who calls; turn it away if there are as many as may be."""
+        limit = self.settings.max_connections
+        if limit is not None and len(self._connections) >= limit:
+            self._refused += 1
+            connection.close()
+            return
         self._connections.add(connection)
         self._newcomers[connection] = time.monotonic()
 
@@ -181,7 +209,19 @@ class House:
                 connection.drop(f"did not say who calls within {self.settings.greeting_s:g} s")
         self.engine.sweep_turns()
         self.tick()
+        self._log_refusals()
         asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
+
+    def _log_refusals(self) -> None:
+        now, before = (self._refused, self.sessions.refused), self._logged
+        if now[0] > before[0]:
+            limit = self.settings.max_connections
+            advice = "allow more with --max-connections, within the limit on open files (ulimit -n)"
+            log.warning("refused %d connections: %s are open, the limit; %s", now[0] - before[0], limit, advice)
+        if now[1] > before[1]:
+            advice = "allow more with --max-sessions"
+            log.warning("refused %d sessions: %d is the limit; %s", now[1] - before[1], self.sessions.limit, advice)
+        self._logged = now
 
 
 def _describe(session: Session) -> dict[str, Any]:

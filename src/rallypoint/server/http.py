@@ -1,14 +1,15 @@
 """The server's face for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
 
-`GET /healthz` answers "ok" while the server serves, `GET /statistics` what it holds and who is here, as JSON. `GET /`
-is a plain page that says what this is and what it holds.
+`GET /healthz` answers "ok" while the server serves, `GET /about` which server this is and `GET /statistics` what it
+holds and who is here, both as JSON. `GET /` is a plain page that says what this is, what it holds and who is here, as
+far as a person reads.
 """
 
 from __future__ import annotations
 
 import html
 import json
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import h11
 
@@ -28,9 +29,15 @@ _PAGE = """<!doctype html>
 td {{ padding-right: 2em }}</style>
 <h1>rallypoint</h1>
 <p>A store where the processes of a distributed job find each other and wait for each other.
-PyTorch programs reach it as a TCPStore at this same address and port.</p>
+PyTorch programs reach it as a TCPStore at this same address and port.
+This is version {version}, process {pid}.</p>
 <table>{rows}</table>
+<h2>Here now</h2>
+<ul>{clients}</ul>
 """
+
+ON_THE_PAGE = 100
+"""How many clients the page names."""
 
 
 class WebFace:
@@ -102,10 +109,21 @@ class WebFace:
             return 405, "text/plain", b"only GET and HEAD are answered here\n"
         if path == b"/healthz":
             return 200, "text/plain", b"ok\n"
+        if path == b"/about":
+            return 200, "application/json", json.dumps(self._house.about()).encode()
         if path == b"/statistics":
             return 200, "application/json", json.dumps(self._house.statistics()).encode()
         if path == b"/":
-            facts = [(name, fact) for name, fact in self._house.statistics().items() if not isinstance(fact, list)]
-            rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in facts)
-            return 200, "text/html", _PAGE.format(rows=rows).encode()
-        return 404, "text/plain", b"nothing here: try /, /healthz or /statistics\n"
+            return 200, "text/html", _page(self._house.statistics(ON_THE_PAGE)).encode()
+        return 404, "text/plain", b"nothing here: try /, /about, /healthz or /statistics\n"
+
+
+def _page(facts: dict[str, Any]) -> str:
+    """Show the numbers, and who is connected; keys and values are nobody's business."""
+    numbers = [(name, fact) for name, fact in facts.items() if isinstance(fact, (int, float)) and name != "pid"]
+    rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in numbers)
+    clients = [f"{client['peer']} speaks {client['speaks']}" for client in facts["clients"]]
+    if facts["more_clients"]:
+        clients.append(f"and {facts['more_clients']} more")
+    items = "".join(f"<li>{html.escape(client)}</li>" for client in clients)
+    return _PAGE.format(version=facts["version"], pid=facts["pid"], rows=rows, clients=items)

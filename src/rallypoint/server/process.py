@@ -30,6 +30,9 @@ __all__ = ["main", "serve"]
 log = logging.getLogger("rallypoint.server")
 
 FILES_WANTED = 65_536
+FILES_KEPT = 64
+"""How many descriptors the server keeps for itself, and for those whom it accepts only to turn them away."""
+
 PARENT_POLL_S = 0.5
 
 
@@ -44,7 +47,8 @@ def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -
 
     Raises AddressTaken or ValueError when the sockets cannot be had.
     """
-    net.raise_file_limit(FILES_WANTED)
+    most = max(1, net.raise_file_limit(FILES_WANTED) - FILES_KEPT)
+    settings = msgspec.structs.replace(settings, max_connections=min(settings.max_connections or most, most))
     sockets = [net.adopt(fd) for fd in settings.fds] or net.listen(settings.hosts, settings.port)
     _run(_serve(settings, sockets, ready))
 

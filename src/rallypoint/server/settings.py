@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["DEFAULT_PORT", "Settings"]
+__all__ = ["DEFAULT_GRACE_S", "DEFAULT_PORT", "MAX_SESSIONS", "Settings"]
 
 DEFAULT_PORT = 29400
 """Where a server listens when it is not told, as torchrun's rendezvous does."""
+
+DEFAULT_GRACE_S = 2.0
+"""How long a session outlives its connection when nobody says."""
+
+MAX_SESSIONS = 65_536
+"""How many sessions a server has at most when nobody says."""
 
 MIB = 1024 * 1024
 
@@ -41,5 +47,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     greeting_s: float = 10.0
     """How long a new connection may take to say who calls."""
 
-    grace_s: float = 2.0
+    grace_s: float = DEFAULT_GRACE_S
     """How long a session outlives its connection."""
+
+    max_connections: int | None = None
+    """How many may be connected; None: as many as the limit on open files allows, with a few for the server itself."""
+
+    max_sessions: int = MAX_SESSIONS
+    """How many sessions there may be, those included that are away in their grace."""

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
+from rallypoint.core.machine import Command, Done, Refused, Waiting
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import NotAnInteger, QueueEmpty, Unsupported
@@ -50,6 +51,9 @@ class Backend(abc.ABC):
 
     name: str
     """How errors call this store: a URL or the like."""
+
+    hosts_objects: bool = False
+    """Whether `act` is there: whether barriers, locks and the like live in what is behind this backend."""
 
     root: bytes = b""
     """What every key starts with on this backend, unseen by people."""
@@ -114,6 +118,10 @@ class Backend(abc.ABC):
     def unlease(self, key: bytes) -> bool:
         """Delete a key if this backend's session still leases it."""
         raise self.unsupported("lease")
+
+    def act(self, name: bytes, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
+        """Carry out a command on a shared object, or look at one that waits, for so long."""
+        raise self.unsupported("act")
 
     def watch(self, prefix: bytes) -> Feed:
         """Stream the changes of keys that start with a prefix, from now on."""
@@ -245,7 +253,11 @@ class Store(View):
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return a value, waiting until the key exists."""
-        return self._values("get", [key], timeout)[0]
+        name, deadline = self._name(key), self._deadline(timeout)
+        outcome = self._backend.wait_values((name,), deadline)
+        if isinstance(outcome, TimedOut):
+            raise self._timed_out("get", [key], [key], deadline)
+        return outcome[0]
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter kept as decimal text (a missing key is 0) and return its new value."""
@@ -280,7 +292,11 @@ class Store(View):
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """Return the values of all the keys as of one moment, waiting until all exist."""
-        return self._values("multi_get", keys, timeout)
+        names, deadline = self._names(keys), self._deadline(timeout)
+        outcome = self._backend.wait_values(names, deadline)
+        if isinstance(outcome, TimedOut):
+            raise self._timed_out("multi_get", keys, self._unnamed(outcome.missing), deadline)
+        return outcome
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write all the pairs as one change."""
@@ -390,10 +406,3 @@ class Store(View):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def _values(self, operation: str, keys: Sequence[str], timeout: Timeout | None) -> list[bytes]:
-        names, deadline = self._names(keys), self._deadline(timeout)
-        outcome = self._backend.wait_values(names, deadline)
-        if isinstance(outcome, TimedOut):
-            raise self._timed_out(operation, keys, self._unnamed(outcome.missing), deadline)
-        return outcome

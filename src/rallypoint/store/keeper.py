@@ -14,7 +14,9 @@ import time
 import weakref
 from typing import Protocol
 
-__all__ = ["KEEP_S", "Kept", "poll", "start"]
+from rallypoint.store.ear import poll
+
+__all__ = ["KEEP_S", "Kept", "start"]
 
 KEEP_S = 0.25
 """How often the keeper looks around, when the socket does not wake it."""
@@ -68,14 +70,3 @@ def _keep(reference: weakref.ref[Kept]) -> None:
         else:
             kept.mend(sock)
         del kept
-
-
-def poll(sock: socket.socket, events: int, timeout_s: float) -> int:
-    """Return what happened to a socket; a closed one has hung up."""
-    poller = select.poll()
-    try:
-        poller.register(sock, events)
-        happened = poller.poll(timeout_s * 1000)
-    except (OSError, ValueError):
-        return select.POLLHUP
-    return happened[0][1] if happened else 0

@@ -17,7 +17,6 @@ import contextlib
 import os
 import threading
 import time
-import weakref
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
@@ -28,10 +27,10 @@ from rallypoint.core.records import Swap, TimedOut, show
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
 from rallypoint.store.base import Backend, Store
+from rallypoint.store.dial import NotOurs
 from rallypoint.store.link import PING, Link
 from rallypoint.store.session import SessionBackend
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
-from rallypoint.store.wire import NotOurs
 
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
@@ -328,31 +327,14 @@ def _reach(host: str, port: int, timeout_s: float) -> TorchBackend | SessionBack
         return TorchBackend(host, port, timeout_s)
 
 
-_tenants: weakref.WeakValueDictionary[tuple[str, int], Server] = weakref.WeakValueDictionary()
-_tenants_lock = threading.Lock()
-
-
-def _serve(host: str, port: int, multi_tenant: bool, fd: int | None) -> Server:
-    """Start a server child, or share the one that this process has there; it ends when its last user lets go of it."""
-    from rallypoint.spawn import Server  # clients need none of it
-
-    with _tenants_lock:
-        server = _tenants.get((host, port)) if multi_tenant else None
-        if server is None:
-            server = Server(host, port, fd=fd)
-            if multi_tenant:
-                _tenants[host, server.port] = server
-        return server
-
-
 class TCPStore(Store):
     """A store on a server: a client, and with `is_master` also the server, in a child process of its own.
 
     Takes PyTorch's arguments. The master's server listens on `host_name` alone, on `port` (0: a free one, see `port`)
-    or on the bound socket `master_listen_fd`, and ends with `close` or with this process. With `multi_tenant` the
-    masters of one process share it. With a `world_size` and `wait_for_workers` the master returns once all have come,
-    else raises WorkersMissing. Raises ConnectFailed when nobody answers within `timeout`, AddressTaken when the port is
-    not free.
+    or on the bound socket `master_listen_fd`, and ends with `close` or with this process. With `multi_tenant`, where a
+    rallypoint server has the port already, the master is a plain client of that one. With a `world_size` and
+    `wait_for_workers` the master returns once all have come, else raises WorkersMissing. Raises ConnectFailed when
+    nobody answers within `timeout`, AddressTaken, which says who has it, when the port is not free.
     """
 
     def __init__(
@@ -369,8 +351,10 @@ class TCPStore(Store):
         deadline = Deadline(timeout)
         self._server: Server | None = None
         if is_master:
-            self._server = _serve(host_name, port, multi_tenant, master_listen_fd)
-            port = self._server.port
+            from rallypoint.store import master  # clients need none of it
+
+            self._server = master.serve(host_name, port, multi_tenant, master_listen_fd, deadline)
+            port = port if self._server is None else self._server.port
         backend = _reach(host_name, port, seconds(timeout))
         super().__init__(backend, backend.root, timeout)
         if world_size is not None and wait_for_workers:

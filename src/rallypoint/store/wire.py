@@ -1,8 +1,9 @@
 """The connection of the blocking client: one socket, one session, any number of threads.
 
-A call takes no thread hop. The calling thread numbers and sends its request, and then one of the waiting threads
-reads for all: whoever finds nobody reading reads until its own answer is there, hands out the others' on the way, and
-wakes another waiting thread to read on.
+A call takes no thread hop. The calling thread numbers and sends its request, and one of the waiting threads reads for
+all: whoever finds nobody reading reads until its own answer is there, hands out the others' on the way, and wakes
+another waiting thread to read on. Most calls are alone: they take the reader's part before they send, and then what
+comes first is their answer, which needs no slot.
 
 A cut is mended by whoever notices it: a reading thread, or, when no call is under way, the keeper, a daemon thread. It
 connects again, resumes the session and repeats what was not answered. When the server has no such session any more, or
@@ -10,6 +11,9 @@ the grace has passed, the wire is over for good: `SessionLost`, or `ServerRestar
 
 Locks, always taken in this order: `_reader` (who reads, and mends), `_sender` (the order of requests on the wire),
 `_lock` (the protocol core and the table of slots; held over no I/O).
+
+A reader that is interrupted (Ctrl-C) may have read what it can deliver to nobody any more. It cuts the connection,
+and what was lost comes again when the session is resumed.
 
 Rejected: a thread that reads for all. It costs two switches of threads for every answer, and Ctrl-C cannot reach it.
 """
@@ -19,19 +23,16 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
-import select
 import socket
-import struct
 import threading
-import time
-from collections import deque
 from collections.abc import Sequence
 from typing import Any
 
 from rallypoint import net
 from rallypoint.core import native
 from rallypoint.core.c10d import BadMessage
-from rallypoint.core.native import ACCEPTED, PREFACE, Client, Reply, Request, Status, error_of
+from rallypoint.core.client import Client, Reply, error_of
+from rallypoint.core.native import Request, Status
 from rallypoint.core.records import Event, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import (
@@ -43,58 +44,29 @@ from rallypoint.errors import (
     StoreClosed,
 )
 from rallypoint.store import keeper
-from rallypoint.store.keeper import poll
+from rallypoint.store.dial import NotOurs, dial
+from rallypoint.store.ear import Ear
+from rallypoint.store.slot import Slot
 
-__all__ = ["NotOurs", "Slot", "Wire"]
-
-SLICE_S = 1.0
-"""How long one blocking read lasts at most; a longer wait is several."""
+__all__ = ["Wire"]
 
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, however short the store's timeout is."""
 
-FOREVER_S = 1e9
-"""The longest wait that is asked of a server."""
-
 MENDS = 5
 """How many cuts in a row, with no answer in between, are taken for bad luck."""
 
-_SLICE = struct.pack("ll", int(SLICE_S), 0)
+
+_forks = 0
+"""How many forks lie between this process and the one that imported this module."""
 
 
-class NotOurs(Exception):
-    """The server answered the greeting as PyTorch's does; the connection can be used for its protocol."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        super().__init__()
-        self.socket = sock
+def _forked() -> None:
+    global _forks
+    _forks += 1
 
 
-class Slot:
-    """Where one call, or one watch, gets what came for it."""
-
-    __slots__ = ("answers", "bell", "session", "waiting")
-
-    def __init__(self) -> None:
-        self.answers: deque[Reply | Event | RallypointError] = deque()
-        self.bell: threading.Lock | None = None
-        self.waiting = False
-        self.session: Client | None = None
-        """Of a watch: the session that it belongs to."""
-
-    def give(self, answer: Reply | Event | RallypointError) -> None:
-        self.answers.append(answer)
-        self.ring()
-
-    def ring(self) -> None:
-        if self.bell is not None and self.bell.locked():
-            with contextlib.suppress(RuntimeError):  # two may ring at once
-                self.bell.release()
-
-    def wait(self, timeout_s: float) -> None:
-        """Sleep until rung; whoever waits has set the bell before it looked for answers."""
-        assert self.bell is not None
-        self.bell.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+os.register_at_fork(after_in_child=_forked)
 
 
 class Wire:
@@ -112,33 +84,78 @@ class Wire:
         self._begin()
 
     def _begin(self) -> None:
-        self._pid = os.getpid()
+        self._forks = _forks
         self._reader, self._sender, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
         self._slots: dict[int, Slot] = {}
         self._over: RallypointError | None = None
         self._core = Client(net.caller_name())
         self._grace_s = 0.0
         self._mended = 0
-        self._socket = self._connect(Deadline(self._timeout_s))
+        self._ear = self._connect(Deadline(self._timeout_s))
         keeper.start(self)
 
     # Requests
 
-    def ask(self, operation: str, kind: type[Request], *arguments: Any, wait_s: float | None = None) -> Any:
+    def ask(self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float = 0.0) -> Any:
         """Send a request and wait for its answer, which the server owes us once `wait_s` have passed."""
-        if os.getpid() != self._pid:
+        if _forks != self._forks:
             self._after_fork()
+        if self._reader.acquire(False):
+            reply = self._ask_alone(operation, kind, arguments, wait_s)
+        else:
+            reply = self._ask_among_others(operation, kind, arguments, wait_s)
+        return reply.result if reply.status == Status.OK else self._failed(reply)
+
+    def _ask_alone(self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float) -> Reply:
+        """Ask and read, the reader's lock being held; release it."""
+        number = 0
+        try:
+            with self._sender:  # and the reader's lock: so nobody else is at the core
+                if self._over is not None:
+                    raise _again(self._over)
+                number, request = self._core.ask(kind, *arguments)
+                self._send(request)
+                ear = self._ear
+            data = ear.hear_soon()
+            if data:
+                with self._lock:
+                    reply = self._core.sole(data, number)
+                if reply is not None:
+                    self._mended = 0
+                    return reply
+            return self._read_on(ear, data, number, operation, wait_s)
+        except BaseException as error:
+            if not isinstance(error, RallypointError):
+                self._ear.socket.close()
+            self._abandon(number)
+            raise
+        finally:
+            self._reader.release()
+            if self._slots:
+                self._wake_another()
+
+    def _read_on(self, ear: Ear, data: bytes | None, number: int, operation: str, wait_s: float) -> Reply:
+        """When more than our answer came, or none yet, or a cut: take the part of one reader among others."""
+        slot = self._slots[number] = Slot()
+        deadline = Deadline(self._patience_s + wait_s)
+        try:
+            self._took(ear, data)
+            self._read(slot, deadline)
+            return self._await(slot, operation, deadline)
+        finally:
+            self._slots.pop(number, None)
+
+    def _ask_among_others(
+        self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float
+    ) -> Reply:
+        """Ask, and wait for the answer while another reads, or for the reader's part."""
         slot, number = Slot(), 0
-        deadline = Deadline(self._patience_s)
-        if wait_s is not None:
-            wait_s = min(wait_s, FOREVER_S)
-            arguments = (*arguments, wait_s)
-            deadline = Deadline(self._patience_s + wait_s)
+        deadline = Deadline(self._patience_s + wait_s)
         try:
             with self._sender:
-                number, request = self._number(kind, slot, *arguments)
+                number, request = self._number(kind, arguments, slot)
                 self._send(request)
-            answer = self._await(slot, deadline, operation)
+            return self._await(slot, operation, deadline)
         except BaseException:
             self._abandon(number)
             raise
@@ -146,7 +163,6 @@ class Wire:
             self._slots.pop(number, None)
             if self._slots:
                 self._wake_another()
-        return self._result(answer)
 
     def confirm(self) -> None:
         """Tell the server now what was delivered here, if that is more than a little."""
@@ -158,45 +174,45 @@ class Wire:
 
     def ask_all(self, calls: Sequence[tuple[type[Request], tuple[Any, ...]]]) -> list[Any]:
         """Send requests together and wait for all their answers; raise the first error among them."""
-        if os.getpid() != self._pid:
+        if _forks != self._forks:
             self._after_fork()
         slots = [Slot() for _ in calls]
         deadline = Deadline(self._patience_s)
         with self._sender:
-            asked = [self._number(kind, slot, *args) for (kind, args), slot in zip(calls, slots, strict=True)]
+            asked = [self._number(kind, args, slot) for (kind, args), slot in zip(calls, slots, strict=True)]
             self._send(b"".join(request for _, request in asked))
         try:
-            answers = [self._await(slot, deadline, "pipeline") for slot in slots]
+            replies = [self._await(slot, "pipeline", deadline) for slot in slots]
         finally:
             for number, _ in asked:
                 self._slots.pop(number, None)
             self._wake_another()
-        return [self._result(answer) for answer in answers]
+        return [reply.result if reply.status == Status.OK else self._failed(reply) for reply in replies]
 
-    def _number(self, kind: type[Request], slot: Slot, *arguments: Any) -> tuple[int, bytes]:
+    def _number(self, kind: type[Request], arguments: tuple[Any, ...], slot: Slot | None = None) -> tuple[int, bytes]:
         with self._lock:
             if self._over is not None:
                 raise _again(self._over)
-            number, request = self._core.ask(kind, *arguments)
-            self._slots[number] = slot
-            return number, request
+            numbered = self._core.ask(kind, *arguments)
+            if slot is not None:
+                self._slots[numbered[0]] = slot
+            return numbered
 
     def _send(self, request: bytes) -> None:
         """Send, the sender's lock being held; what a cut swallows is repeated by whoever mends it."""
+        sock = self._ear.socket
         try:
-            sent = self._socket.send(request)
+            sent = sock.send(request)
             if sent < len(request):
-                self._socket.sendall(request[sent:])
+                sock.sendall(request[sent:])
         except OSError:
-            self._socket.close()
+            sock.close()
         except BaseException:  # Ctrl-C between the bytes of a request: what follows would make no sense
-            self._socket.close()
+            sock.close()
             raise
 
-    def _result(self, reply: Reply | Event | RallypointError) -> Any:
-        assert isinstance(reply, Reply)
-        if reply.status == Status.OK:
-            return reply.result
+    def _failed(self, reply: Reply) -> TimedOut:
+        """Return that the time was over, or raise what else went wrong."""
         if reply.status == Status.TIMED_OUT:
             return TimedOut(tuple(reply.result))
         raise error_of(reply, self.label)
@@ -208,20 +224,20 @@ class Wire:
         with contextlib.suppress(OSError, RallypointError), self._sender:
             with self._lock:
                 self._core.forget(number)
-            self._send(self._number(native.Drop, Slot(), number)[1])
+            self._send(self._number(native.Drop, (number,))[1])
 
     # What the keeper calls
 
     def look(self) -> tuple[socket.socket, bool] | None:
         """Return the socket and whether somebody reads from it; None when all is over."""
-        return None if self._over is not None else (self._socket, self._reader.locked())
+        return None if self._over is not None else (self._ear.socket, self._reader.locked())
 
     def mend(self, sock: socket.socket) -> None:
         """Mend a cut of this socket, unless somebody does or did so."""
         if not self._reader.acquire(timeout=keeper.KEEP_S):
             return
         try:
-            if self._socket is sock and self._over is None:
+            if self._ear.socket is sock:
                 self._mend()
         finally:
             self._reader.release()
@@ -231,16 +247,16 @@ class Wire:
 
     def watch(self, prefix: bytes) -> tuple[int, Slot]:
         """Ask for the changes under a prefix; return the watch's number, and where its events come."""
-        if os.getpid() != self._pid:
+        if _forks != self._forks:
             self._after_fork()
         slot, number = Slot(), 0
         slot.session = self._core
-        early: list[Any] = []  # events: after a cut they come before the answer, which is asked for again
+        early: list[Event] = []  # after a cut they come before the answer, which is asked for again
         try:
             with self._sender:
-                number, request = self._number(native.Watch, slot, prefix)
+                number, request = self._number(native.Watch, (prefix,), slot)
                 self._send(request)
-            while isinstance(answer := self._await(slot, Deadline(self._patience_s), "watch"), Event):
+            while isinstance(answer := self._next(slot, "watch", Deadline(self._patience_s)), Event):
                 early.append(answer)
         except BaseException:
             self._slots.pop(number, None)
@@ -249,15 +265,16 @@ class Wire:
         finally:
             self._wake_another()
         slot.answers.extendleft(reversed(early))
-        self._result(answer)
+        if answer.status != Status.OK:
+            self._failed(answer)
         return number, slot
 
     def event(self, slot: Slot, deadline: Deadline) -> Event | TimedOut:
         """Return the next event of a watch."""
-        if os.getpid() != self._pid or slot.session is not self._core:
+        if _forks != self._forks or slot.session is not self._core:
             raise SessionLost(peer=self._peer, why="this process was forked off, and the watch is its parent's")
         try:
-            answer = self._await(slot, deadline, "watch")
+            answer = self._next(slot, "watch", deadline)
         except ConnectionLost:
             if self._over is None and deadline.expired():
                 return TimedOut(())
@@ -269,43 +286,49 @@ class Wire:
 
     def unwatch(self, number: int, slot: Slot) -> None:
         """Give up a watch, and wake whoever waits for its events."""
-        if os.getpid() == self._pid and slot.session is self._core:
+        if _forks == self._forks and slot.session is self._core:
             with contextlib.suppress(RallypointError):
-                self.ask("watch", native.Drop, number)
+                self.ask("watch", native.Drop, (number,))
             self._slots.pop(number, None)
         slot.give(StoreClosed(store=f"a watch of {self.label}"))
 
     def close(self) -> None:
-        if os.getpid() != self._pid:  # a forked child: the connection, and perhaps a lock, are its parent's
+        if _forks != self._forks:  # a forked child: the connection, and perhaps a lock, are its parent's
             self._over = StoreClosed(store=self.label)
-            self._socket.close()
+            self._ear.socket.close()
             return
         if self._over is None and self._sender.acquire(timeout=1.0):
             with contextlib.suppress(OSError, RallypointError):
-                self._socket.settimeout(1.0)
-                self._socket.sendall(self._number(native.Bye, Slot())[1])
+                self._ear.socket.settimeout(1.0)
+                self._ear.socket.sendall(self._number(native.Bye, ())[1])
             self._sender.release()
         self._end(StoreClosed(store=self.label))
 
     def __del__(self) -> None:
-        if "_socket" in self.__dict__ and self._over is None:
+        if "_ear" in self.__dict__ and self._over is None:
             self.close()
 
     # Waiting and reading
 
-    def _await(self, slot: Slot, deadline: Deadline, operation: str) -> Reply | Event | RallypointError:
-        """Return what comes for a slot, reading for all if nobody else does."""
-        while not slot.answers:
-            if self._reader.acquire(blocking=False):
+    def _await(self, slot: Slot, operation: str, deadline: Deadline) -> Reply:
+        """Return the answer that comes for a slot."""
+        answer = self._next(slot, operation, deadline)
+        assert isinstance(answer, Reply)
+        return answer
+
+    def _next(self, slot: Slot, operation: str, deadline: Deadline) -> Reply | Event:
+        """Return what comes next for a slot, reading for all if nobody else does."""
+        while not slot.answers and not deadline.expired():
+            if self._reader.acquire(False):
                 try:
                     self._read(slot, deadline)
                 finally:
                     self._reader.release()
             else:
                 self._follow(slot, deadline)
-            if not slot.answers and deadline.expired():
-                why = f"no answer within {deadline.timeout_s:g} s"
-                raise ConnectionLost(peer=self._peer, operation=operation, why=why)
+        if not slot.answers:
+            why = f"no answer within {deadline.timeout_s:g} s"
+            raise ConnectionLost(peer=self._peer, operation=operation, why=why)
         answer = slot.answers.popleft()
         if isinstance(answer, RallypointError):
             slot.answers.append(answer)
@@ -335,29 +358,34 @@ class Wire:
 
     def _read(self, slot: Slot, deadline: Deadline) -> None:
         """Read and hand out until our own answer is there or the deadline has passed; mend a cut on the way."""
-        while not slot.answers and self._over is None:
-            sock = self._socket
-            try:
-                data = _receive(sock, deadline)
-            except OSError:
-                data = b""
-            if data:
-                self._hand_out(data)
-            elif data is None:
-                if deadline.expired():
+        try:
+            while not slot.answers and self._over is None:
+                ear = self._ear
+                data = ear.hear(deadline.remaining())
+                self._took(ear, data)
+                if data is None and deadline.expired():
                     return
-            elif sock is self._socket:
-                self._mend()
-        if self._over is not None and not slot.answers:
+        except BaseException:
+            self._ear.socket.close()
+            raise
+        if not slot.answers and self._over is not None:
             slot.give(self._over)
+
+    def _took(self, ear: Ear, data: bytes | None) -> None:
+        """Deal with what was read: hand it out, or mend the cut."""
+        if data:
+            self._hand_out(data)
+        elif data is not None and ear is self._ear:
+            self._mend()
 
     def read_idle(self) -> bool:
         """Take in what came unasked, if nobody else reads; say so."""
         if not self._reader.acquire(blocking=False):
             return False
         try:
-            with contextlib.suppress(OSError):
-                self._hand_out(self._socket.recv(262144, socket.MSG_DONTWAIT))
+            data = self._ear.hear(0.0)
+            if data:
+                self._hand_out(data)
         finally:
             self._reader.release()
         self._wake_another()
@@ -366,10 +394,10 @@ class Wire:
     def beat(self) -> None:
         """Tell the server that this process runs."""
         with contextlib.suppress(OSError), self._sender:
-            self._socket.send(native.frame(native.Beat(0)))
+            self._ear.socket.send(native.frame(native.Beat(0)))
 
     def _hand_out(self, data: bytes) -> None:
-        """Deliver what came; what an interruption leaves undelivered comes again after the cut that it makes."""
+        """Deliver what came."""
         try:
             with self._lock:
                 replies = self._core.receive(data)
@@ -380,9 +408,6 @@ class Wire:
                 self._confirm()
         except BadMessage as error:
             self._end(ConnectionLost(peer=self._peer, operation="reading", why=str(error)))
-        except BaseException:
-            self._socket.close()
-            raise
 
     def _confirm(self) -> None:
         """Let the server forget pushes, which no request may follow; not while a sender waits for us to read on."""
@@ -391,8 +416,9 @@ class Wire:
         try:
             with self._lock:
                 confirm = self._core.confirm()
-            if self._socket.send(confirm, socket.MSG_DONTWAIT) < len(confirm):
-                self._socket.close()  # in the middle of a frame; whoever mends the cut says it again
+            sock = self._ear.socket
+            if sock.send(confirm, socket.MSG_DONTWAIT) < len(confirm):
+                sock.close()  # in the middle of a frame; whoever mends the cut says it again
         except OSError:
             pass
         finally:
@@ -414,73 +440,27 @@ class Wire:
 
     # The connection
 
-    def _connect(self, deadline: Deadline) -> socket.socket:
-        """Connect, say hello, and repeat what a cut left open; try again until the deadline if that is cut, too.
-
-        Raises ConnectFailed, or what ends the session for good.
-        """
-        pause_s = 0.01
-        while True:
-            sock = net.connect(*self._endpoint, deadline)
-            try:
-                sock.settimeout(max(deadline.remaining(), 0.1))
-                self._introduce(sock, deadline)
-                sock.settimeout(None)
-                sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _SLICE)
-                return sock
-            except NotOurs:
-                raise
-            except BaseException as error:
-                sock.close()
-                if not isinstance(error, OSError) or isinstance(error, RallypointError):
-                    raise
-                if deadline.expired():
-                    raise self._unreached(error.strerror or str(error), deadline) from None
-            time.sleep(min(pause_s, deadline.remaining()))
-            pause_s = min(2 * pause_s, 0.5)
-
-    def _introduce(self, sock: socket.socket, deadline: Deadline) -> None:
-        sock.sendall(PREFACE)
-        answer = _exactly(sock, len(ACCEPTED))
-        if answer == PREFACE[-len(ACCEPTED) :]:
-            raise NotOurs(sock)
-        if answer != ACCEPTED:
-            raise self._unreached(f"not a store: it answered {answer!r}", deadline)
-        try:
-            self._greet(sock)
-        except BadMessage as error:
-            raise self._unreached(str(error), deadline) from None
-
-    def _unreached(self, why: str, deadline: Deadline) -> ConnectFailed:
-        return ConnectFailed(peer=self._peer, timeout_s=deadline.timeout_s, tried={self._peer: why})
-
-    def _greet(self, sock: socket.socket) -> None:
+    def _connect(self, deadline: Deadline) -> Ear:
+        """Open or resume the session on a new connection; nobody else reads or sends meanwhile."""
+        sock, self._grace_s, replies = dial(self._endpoint, self._core, deadline)
         with self._lock:
-            hello = self._core.greet()
-        sock.sendall(hello)
-        replies: list[Reply] = []
-        while not replies:
-            data = _some(sock)
-            with self._lock:
-                replies = self._core.receive(data)
-        with self._lock:
-            self._grace_s = self._core.welcome(replies[0], self._peer)
-            repeated = self._core.repeat()
-            for reply in replies[1:]:
+            for reply in replies:
                 self._deliver(reply)
-        sock.sendall(repeated)
+        return Ear(sock)
 
     def _mend(self) -> None:
         """After a cut: resume within the grace, or end. The reader's lock is held."""
+        if self._over is not None:
+            return
         deadline = Deadline(self._grace_s)
         self._mended += 1
         with self._sender:
-            self._socket.close()
+            self._ear.socket.close()
             try:
                 if self._mended > MENDS:
                     why = f"it was cut {MENDS} times in a row, without an answer in between"
                     raise ConnectionLost(peer=self._peer, operation="reconnecting", why=why)
-                self._socket = self._connect(deadline)
+                self._ear = self._connect(deadline)
                 return
             except ConnectFailed as error:
                 over: RallypointError = SessionLost(peer=self._peer, why=f"cut for {self._grace_s:g} s; {error}")
@@ -499,41 +479,13 @@ class Wire:
             for slot in self._slots.values():
                 slot.give(self._over)
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+            self._ear.socket.shutdown(socket.SHUT_RDWR)
+        self._ear.socket.close()
 
     def _after_fork(self) -> None:
         """In a forked child: leave the parent's session to the parent, and begin one of our own."""
-        self._socket.close()
+        self._ear.socket.close()
         self._begin()
-
-
-def _receive(sock: socket.socket, deadline: Deadline) -> bytes | None:
-    """Return what came, b"" at the end, None when nothing came in a slice of the time left."""
-    left_s = deadline.remaining()
-    if left_s < SLICE_S and not poll(sock, select.POLLIN, left_s):
-        return None
-    try:
-        return sock.recv(262144)
-    except BlockingIOError:
-        return None
-
-
-def _some(sock: socket.socket) -> bytes:
-    data = sock.recv(65536)
-    if not data:
-        raise ConnectionError("the server closed it")
-    return data
-
-
-def _exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        piece = sock.recv(size - len(data))
-        if not piece:
-            raise ConnectionError("the server closed it")
-        data += piece
-    return data
 
 
 def _again(error: RallypointError) -> RallypointError:

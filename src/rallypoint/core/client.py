@@ -1,0 +1,170 @@
+"""The client's end of our protocol: it numbers requests, reads what comes, and knows what to say again after a cut.
+
+Fed incrementally, bounded, without I/O: `store/wire.py` puts it on a socket for many threads, `aio.py` on asyncio.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from msgspec import Struct
+
+from rallypoint.core.c10d import BadMessage
+from rallypoint.core.native import (
+    GARBLED,
+    VERSION,
+    Confirm,
+    Frames,
+    Hello,
+    Request,
+    Status,
+    Welcome,
+    frame,
+    unpack_length,
+)
+from rallypoint.core.records import Event
+from rallypoint.errors import LimitExceeded, NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
+
+__all__ = ["Client", "Reply", "error_of"]
+
+MAX_FRAME_BYTES = 1 << 30
+"""The longest frame that a client takes from a server, which it trusts more than the server trusts it."""
+
+CONFIRM_EVERY = 64
+"""How many answers a client takes before it tells the server to forget them."""
+
+
+class Reply(Struct, array_like=True, frozen=True, gc=False):
+    """What came for a request, or (number 0) a push with its number as status."""
+
+    number: int
+    status: int
+    result: Any
+
+    def event(self) -> tuple[int, Event]:
+        """Read a push: the number of its watch's request, and what happened."""
+        try:
+            number, revision, key, value = msgspec.convert(self.result, tuple[int, int, bytes, bytes | None])
+        except msgspec.ValidationError as error:
+            raise BadMessage(f"the server's push makes no sense: {error}") from None
+        return number, Event(revision, key, value)
+
+
+_decode = msgspec.msgpack.Decoder(Reply).decode
+
+
+def error_of(reply: Reply, store: str) -> StoreError:
+    """Make the error that a server answered with."""
+    try:
+        kind, fields = reply.result
+        if "key" in fields:
+            fields["key"] = fields["key"].removeprefix("/")
+        return _ERRORS[kind](**fields)
+    except (KeyError, TypeError, ValueError, AttributeError):
+        return StoreError(f"{store} refused: {reply.result}")
+
+
+_ERRORS: dict[str, type[StoreError]] = {
+    "LimitExceeded": LimitExceeded,
+    "NotAnInteger": NotAnInteger,
+    "StoreFull": StoreFull,
+}
+
+
+class Client:
+    """The client's end of one session, over as many connections as it takes."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+        self._server = b""
+        self._session = b""
+        self._frames = Frames(MAX_FRAME_BYTES)
+        self._next = 1
+        self._open: dict[int, bytes] = {}
+        self._pushes_seen = 0
+        self._unconfirmed = 0
+
+    def greet(self) -> bytes:
+        """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
+        self._frames = Frames(MAX_FRAME_BYTES)
+        return frame(Hello(VERSION, self._name, self._session, self._pushes_seen))
+
+    def welcome(self, reply: Reply, peer: str) -> float:
+        """Read the answer to the greeting, and return the session's grace; raise why there is no session."""
+        try:
+            if reply.status != Status.OK:
+                identity, why = reply.result
+                if not self._session:
+                    raise BadMessage(f"refused: {why}")
+                raise (SessionLost if identity == self._server else ServerRestarted)(peer=peer, why=why)
+            welcome = msgspec.convert(reply.result, Welcome)
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
+            raise BadMessage(f"the server's welcome makes no sense: {error}") from None
+        self._server, self._session = welcome.server, welcome.session
+        return welcome.grace_s
+
+    def repeat(self) -> bytes:
+        """Return, after a resumption, all requests that were not answered, as they were."""
+        return b"".join(self._open.values())
+
+    def ask(self, kind: type[Request], *arguments: Any) -> tuple[int, bytes]:
+        """Number a request; return the number and what to send."""
+        number = self._next
+        request = frame(kind(number, *arguments))
+        sent = request if self._unconfirmed < CONFIRM_EVERY else self.confirm() + request
+        self._next = number + 1
+        self._open[number] = request
+        return number, sent
+
+    def confirm(self) -> bytes:
+        """Return what tells the server to forget what was delivered, or nothing when that was little."""
+        if self._unconfirmed < CONFIRM_EVERY:
+            return b""
+        self._unconfirmed = 0
+        return frame(Confirm(0, self._next - 1, list(self._open), self._pushes_seen))
+
+    def receive(self, data: bytes) -> list[Reply]:
+        """Take what came; return what is in it, in order. Each is to be settled once it was delivered."""
+        return [self._read(payload) for payload in self._frames.feed(data)]
+
+    def sole(self, data: bytes, number: int) -> Reply | None:
+        """Return the answer to a request, settled, if it is all that came, as it is for a lone caller; else None.
+
+        After None, `receive` has to take in what came.
+        """
+        size = len(data)
+        if self._frames.held or size < 5 or unpack_length(data)[0] != size - 4:
+            return None
+        try:
+            reply = _decode(data[4:])
+        except GARBLED:
+            return None
+        if reply.number != number or self._open.pop(number, None) is None:
+            return None
+        self._unconfirmed += 1 + (size >> 14) if reply.result.__class__ is not bytes else CONFIRM_EVERY
+        return reply
+
+    def _read(self, payload: bytes) -> Reply:
+        self._unconfirmed += 1 + (len(payload) >> 14)
+        try:
+            return _decode(payload)
+        except GARBLED as error:
+            raise BadMessage(f"the server said what makes no sense: {error}") from None
+
+    def expects(self, reply: Reply) -> bool:
+        """Say whether a reply is new; a cut may make answers and pushes come twice."""
+        return reply.number in self._open if reply.number else reply.status > self._pushes_seen
+
+    def settle(self, reply: Reply) -> None:
+        """Note that a reply was delivered: its request is not repeated, and its push not sent again."""
+        if reply.number:
+            self._open.pop(reply.number, None)
+            if isinstance(reply.result, bytes):  # an item, which goes back to its queue if we die unconfirmed
+                self._unconfirmed += CONFIRM_EVERY
+        else:
+            self._pushes_seen = reply.status
+
+    def forget(self, number: int) -> None:
+        """Take a request off the list of those to repeat."""
+        self._open.pop(number, None)

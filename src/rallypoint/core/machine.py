@@ -1,0 +1,160 @@
+"""What a shared object is: a state that members change by commands, some of which wait until the state lets them go.
+
+Barrier, exchange, lock and roster are machines. A machine is a msgspec struct, so its state can be written down; its
+methods do no I/O and see no clock. It is hosted in one of two ways, and cannot tell which. Our server keeps it in
+memory (`core/objects.py`). On a store that only has bytes, every client reads the state, applies its command, and
+writes the new state by compare-and-set (`recipes/hosting.py`).
+
+Rules
+- A `Call` is one call of one member: its name, the session that it lives and dies with, a number that the session uses
+  once, and where it runs, for people. `apply` may see the same call again, after a lost race, after a cut, or because
+  its caller looks whether the wait is over: it then changes nothing and returns what is true now.
+- `apply` returns a `Step`: the outcome (an answer, a refusal, or `WAIT`), whether the state changed, and the calls that
+  were waiting and should look again. Only those are looked at, so a round of n members costs n steps.
+- `lost(session)` takes out everything that hangs on a session.
+- `stamp` is a number that the host makes larger with every change of the state, for ever, also over the end of a
+  machine: numbers that must never come twice are taken from it.
+- `why(call)` says what a waiting call waits for; it may cost more than a step, for it is asked only now and then.
+- A machine that is `idle` has nothing to remember, and may be dropped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Annotated, Any, ClassVar, NamedTuple
+
+from msgspec import Meta, Struct
+
+__all__ = [
+    "WAIT",
+    "Call",
+    "Command",
+    "Done",
+    "Machine",
+    "Name",
+    "Outcome",
+    "Refused",
+    "Step",
+    "Undo",
+    "Waiting",
+    "disagreement",
+]
+
+MAX_NAME = 256
+MAX_MEMBERS = 65_536
+
+Name = Annotated[str, Meta(max_length=MAX_NAME)]
+"""What a member goes by."""
+
+
+class Call(Struct, frozen=True, array_like=True, gc=False):
+    """One call of one member."""
+
+    member: Name
+    session: Annotated[str, Meta(max_length=64)]
+    number: int
+    where: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+
+    @property
+    def id(self) -> str:
+        """What no other call has."""
+        return f"{self.session}/{self.number}"
+
+    def __str__(self) -> str:
+        return f"{self.member} ({self.where})" if self.where else self.member
+
+
+class Command(Struct, array_like=True):
+    """What a member asks of a machine; each belongs to one kind of machine."""
+
+    machine: ClassVar[type[Machine]]
+
+    @property
+    def weight(self) -> int:
+        """How many bytes the state keeps because of it, beside names."""
+        return 0
+
+
+class Undo(Command):
+    """Take back an earlier call of the same session: a wait, or what it has got."""
+
+    call: int
+
+
+class Done(NamedTuple):
+    """A call is over, and this is its answer: plain data."""
+
+    answer: Any = None
+
+
+class Refused(NamedTuple):
+    """A call is over, and this is why it failed: an error's name, and its fields."""
+
+    error: str
+    fields: dict[str, Any]
+
+
+class _Wait:
+    """A call waits."""
+
+    def __repr__(self) -> str:
+        return "WAIT"
+
+
+WAIT = _Wait()
+"""The outcome of a call that is not over."""
+
+Outcome = Done | Refused | _Wait
+"""What `apply` comes to."""
+
+
+class Waiting(NamedTuple):
+    """Why a call waits: a sentence, and by name who is missing, and who of them came and went."""
+
+    reason: str
+    missing: Sequence[str] = ()
+    withdrawn: Sequence[str] = ()
+
+
+class Step(NamedTuple):
+    """What became of a command."""
+
+    outcome: Outcome
+    changed: bool = False
+    woken: Iterable[Call] = ()
+
+
+class Machine(Struct):
+    """The state of one shared object."""
+
+    kind: ClassVar[str]
+
+    def apply(self, call: Call, command: Any, stamp: int) -> Step:
+        """Carry out a command, or look at one that waits."""
+        raise NotImplementedError
+
+    def lost(self, session: str, stamp: int) -> Step:
+        """Take out everything that hangs on a session that has ended."""
+        raise NotImplementedError
+
+    def keeps(self, call_id: str) -> bool:
+        """Say whether the state has something of a call that is not over: a wait, or what it has got."""
+        raise NotImplementedError
+
+    def sessions(self) -> set[str]:
+        """Return the sessions whose end this machine has to hear of."""
+        raise NotImplementedError
+
+    def why(self, call: Call) -> Waiting:
+        """Say what a waiting call waits for."""
+        raise NotImplementedError
+
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to remember."""
+        raise NotImplementedError
+
+
+def disagreement(what: str, mine: str, theirs: str, other: Call) -> Refused:
+    """Refuse a call that does not fit to that of another member."""
+    return Refused("Disagreement", {"what": what, "mine": mine, "theirs": theirs, "other": str(other)})

@@ -1,0 +1,64 @@
+"""Run the seeded tests again and again, with fresh seeds each round, until the time is over or a round fails.
+
+A round is one run of pytest over `SEEDED`: histories of real processes that must be linearizable, simulations with
+random cuts and deaths, and everything that hypothesis makes up. Its seeds follow from one number, which is printed
+before it starts. The first failure ends the soak, with the command that runs that round again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+SEEDED = (
+    "tests/linearizability",
+    "tests/core",
+    "tests/conformance/test_machine.py",
+    "tests/conformance/test_differential.py",
+    "tests/store/test_follower.py",
+    "tests/store/test_file.py::test_a_writer_killed_at_any_moment_loses_nothing_that_it_was_told_is_done",
+    "tests/store/test_file.py::test_a_process_killed_while_it_compacts_all_the_time_loses_nothing",
+)
+
+
+def replay(seed: int, histories: int, tests: list[str]) -> tuple[dict[str, str], list[str]]:
+    """Return the variables and the command of the round with this first seed."""
+    variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories)}
+    return variables, [sys.executable, "-m", "pytest", "-x", "-q", f"--hypothesis-seed={seed}", *tests]
+
+
+def main() -> int:
+    """Soak; return 1 at the first failure, 0 when the time is over."""
+    parser = argparse.ArgumentParser(description="Run the seeded tests with fresh seeds until the time is over.")
+    parser.add_argument("--hours", type=float, default=1.0, help="for how long; the round under way is finished")
+    parser.add_argument("--histories", type=int, default=200, help="how many histories a round has")
+    parser.add_argument("tests", nargs="*", default=list(SEEDED), help="what to run, instead of all seeded tests")
+    told = parser.parse_args()
+    ends_at = time.monotonic() + told.hours * 3600
+    chance, rounds = random.SystemRandom(), 0
+    while rounds == 0 or time.monotonic() < ends_at:
+        rounds += 1
+        seed = chance.randrange(1, 10**9)
+        variables, command = replay(seed, told.histories, told.tests)
+        print(f"soak: round {rounds}, first seed {seed}", flush=True)
+        ended = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False).returncode
+        if ended:
+            shown = " ".join(f"{name}={value}" for name, value in variables.items())
+            print(f"soak: round {rounds} failed; again: cd {ROOT} && {shown} {shlex.join(command)}", flush=True)
+            return 1
+    print(f"soak: {rounds} rounds in {told.hours:g} hours, no failure", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except KeyboardInterrupt:
+        sys.exit(130)
