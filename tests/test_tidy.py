@@ -66,7 +66,10 @@ LARGE: dict[str, tuple[int, str]] = {
         540,
         "all store semantics, once: operations, waits and wake-ups change the same few tables and are read together",
     ),
-    "src/rallypoint/errors.py": (510, "the whole tree of errors, to be read as one: which class is under which is its point"),
+    "src/rallypoint/errors.py": (
+        510,
+        "the whole tree of errors, to be read as one: which class is under which is its point",
+    ),
     "src/rallypoint/store/tcp.py": (420, "the client: its pool of links, its operations, the store"),
     "src/rallypoint/aio.py": (380, "the whole asyncio front: a session, and the store on it"),
     "src/rallypoint/core/native.py": (320, "one wire protocol: every request, and how it is framed"),

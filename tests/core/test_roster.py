@@ -46,18 +46,18 @@ def test_all_who_watch_from_one_epoch_get_one_answer() -> None:
     assert step.outcome == Done(answers[0].answer[0])  # type: ignore[union-attr]
 
 
-def test_a_view_is_plain_data_and_none_of_the_state() -> None:
+def test_a_view_is_plain_data_and_stays_as_it_was() -> None:
     roster = Roster()
     roster.apply(Call("a", "s", 1, "host:7"), Join(b"\x00", ["x"], {"b": {"x": "y"}}), 5)
-    before = msgspec.json.encode(roster)
     outcome = roster.apply(Call("z", "z", 1), Look(), 6).outcome
     assert isinstance(outcome, Done)
     here = {"id": 5, "where": "host:7", "info": b"\x00", "devices": ["x"]}
     maps = {"device_maps": {"b": {"x": "y"}}, "reverse_maps": {}}
     assert outcome.answer == {"epoch": 5, "members": {"a": {**here, **maps}}}
-    outcome.answer["members"]["a"]["devices"].clear()
-    outcome.answer["members"]["a"]["device_maps"]["b"].clear()
-    assert msgspec.json.encode(roster) == before
+    before = msgspec.json.encode(outcome.answer)
+    roster.apply(Call("b", "s", 2), Join(b"", ["y"], {"a": {"y": "x"}, "b": {"y": "y"}}), 6)
+    roster.lost("s", 7)
+    assert msgspec.json.encode(outcome.answer) == before
 
 
 def test_who_looks_leaves_nothing_behind() -> None:
@@ -94,8 +94,8 @@ def test_there_is_a_limit_on_everything(command: Join | Watch) -> None:
 
 
 def test_a_large_group_joins_with_full_maps() -> None:
-    """Every one of 300 maps to all others: the ways back are there, and the last join looks at its own maps only."""
-    roster, size = Roster(), 300
+    """Every one of 200 maps to all others: the ways back are there, and the last join looks at its own maps only."""
+    roster, size = Roster(), 200
     for stamp in range(size):
         maps = {str(peer): {"x": "x"} for peer in range(size) if peer != stamp}
         assert isinstance(

@@ -19,6 +19,7 @@ from tests.cutter import DOWN, Cutter
 import rallypoint
 from rallypoint.core.native import ACCEPTED, PREFACE, Status, Welcome, frame
 from rallypoint.deadline import Deadline
+from rallypoint.store import keeper
 
 DEADLINE_S = 60
 
@@ -166,16 +167,18 @@ def test_close_wakes_everybody(server: rallypoint.Server, store: rallypoint.Stor
     assert server.statistics()["waiting"] == 0
 
 
-def test_a_store_that_nobody_holds_ends_its_keeper_and_its_session(server: rallypoint.Server) -> None:
-    def keepers() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if f":{server.port}" in thread.name]
+def test_a_store_that_nobody_holds_is_kept_no_more_and_its_session_ends(server: rallypoint.Server) -> None:
+    def kept() -> int:
+        wires = [reference() for reference in keeper._keeper._all.values()]
+        return sum(f":{server.port}" in wire.label for wire in wires if wire is not None)
 
     stores = [rallypoint.connect(server.url, timeout=DEADLINE_S) for _ in range(3)]
     stores[0].lease("k", "v")
-    assert len(keepers()) == 3 and len(server.statistics()["sessions"]) == 3
+    assert kept() == 3 and len(server.statistics()["sessions"]) == 3
+    assert sum(thread.name == "rallypoint keeper" for thread in threading.enumerate()) == 1
     del stores
     gc.collect()
-    until(lambda: not keepers(), "the keepers end")
+    until(lambda: not kept(), "the keeper lets go")
     until(lambda: server.statistics()["sessions"] == [], "the sessions end")
     assert server.statistics()["keys"] == 0
 

@@ -162,6 +162,8 @@ class Barrier(Machine, kw_only=True):
         if there is not None:
             if self._gone(there):
                 self.withdrawn[there.member] = None
+            if not self.calls:
+                self.withdrawn = {}  # there is nobody to tell
             return Step(Done(False), True)
         over = self._how_it_ended(call, arrival)
         return Step(over if isinstance(over, Refused) else Done(over is not None))

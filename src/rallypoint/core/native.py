@@ -24,13 +24,9 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from rallypoint.core import c10d
-from rallypoint.core.barrier import Arrive as Arrived
-from rallypoint.core.barrier import Withdraw
+from rallypoint.core import barrier, c10d, exchange, lock, roster
 from rallypoint.core.c10d import BadMessage
-from rallypoint.core.exchange import Give, TakeBack
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from rallypoint.core.lock import Acquire, Look, Release
 from rallypoint.core.machine import Name
 
 __all__ = [
@@ -233,6 +229,15 @@ class Beat(Request, tag=27):
     """Not numbered, not answered: keep the leases that have a time to live for another one."""
 
 
+Commands = (
+    barrier.Arrive | barrier.Withdraw
+    | exchange.Give | exchange.TakeBack
+    | lock.Acquire | lock.Look | lock.Release
+    | roster.Join | roster.Leave | roster.Watch | roster.Look
+)  # fmt: skip
+"""What can be asked of a shared object."""
+
+
 class Act(Request, tag=28):
     """A command to a shared object. `call` tells it from the session's other calls, and is the same again when its
     caller has heard why it waits, and waits on. Answered by `[DONE, answer]`, `[REFUSED, error, fields]` or, when
@@ -241,7 +246,7 @@ class Act(Request, tag=28):
     name: Key
     member: Name
     call: int
-    command: Annotated[Arrived | Withdraw | Give | TakeBack | Acquire | Look | Release, Meta()]
+    command: Commands
     timeout_s: Seconds
 
 

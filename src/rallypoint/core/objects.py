@@ -51,7 +51,9 @@ class Objects:
         place = (type(command).machine, name)
         machine = self._machines.get(place) or type(command).machine()
         target = f"{call.session}/{command.call}" if isinstance(command, Undo) else call.id
-        if not isinstance(command, Undo) and not machine.keeps(target):
+        if isinstance(command, Undo):
+            self._pending.pop(target, None)  # its waiter was dropped, or is answered by nobody now
+        elif not machine.keeps(target):
             size = len(name) + len(call.member) + command.weight + 2 * ENTRY_BYTES
             self._engine.charge(name, size)
             self._held.setdefault(call.session, {})[target] = _Held(place, size)
@@ -78,10 +80,12 @@ class Objects:
         for call_id, (_, size) in held.items():
             self._engine.charge(b"", -size)
             self._pending.pop(call_id, None)
+        places = dict.fromkeys(one.place for one in held.values())
         for place in list(self._late):
             for call_id in [late for late in self._late[place] if late.startswith(f"{session}/")]:
+                places[place] = None
                 self._looked(place, call_id)
-        for place in dict.fromkeys(one.place for one in held.values()):
+        for place in places:
             machine = self._machines.get(place)
             if machine is not None:
                 self._follow_up(place, machine, machine.lost(session, self._engine.revision + 1))

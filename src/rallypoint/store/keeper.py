@@ -1,12 +1,13 @@
-"""The keeper: a daemon thread that looks after a connection while no call is under way.
+"""The keeper: one daemon thread of a process that looks after its connections while no call is under way on them.
 
-It mends cuts, takes in pushes, and keeps the heart beating for leases that ask for it. A call in progress does not
-notice it: it listens for data only when nobody reads, and woken by an answer that a call will read, it leaves that be.
-It holds the connection weakly, and ends with it.
+It mends cuts, takes in pushes, and keeps hearts beating for leases that ask for it. A call in progress does not notice
+it: data is listened for only where somebody expects pushes and nobody reads. Mending may take as long as the grace, so
+each cut gets a thread of its own. Connections are held weakly; with the last one the keeper ends.
 """
 
 from __future__ import annotations
 
+import os
 import select
 import socket
 import threading
@@ -14,12 +15,12 @@ import time
 import weakref
 from typing import Protocol
 
-from rallypoint.store.ear import poll
-
 __all__ = ["KEEP_S", "Kept", "start"]
 
 KEEP_S = 0.25
-"""How often the keeper looks around, when the socket does not wake it."""
+"""How often the keeper looks around, when no socket wakes it."""
+
+_HUNG_UP = getattr(select, "POLLRDHUP", 0)
 
 
 class Kept(Protocol):
@@ -29,44 +30,107 @@ class Kept(Protocol):
     beat_s: float
 
     def look(self) -> tuple[socket.socket, bool] | None:
-        """Return the socket and whether somebody reads from it; None when all is over."""
+        """Return the socket and whether what comes there is for nobody who reads; None when all is over."""
 
     def mend(self, sock: socket.socket) -> None:
         """Mend a cut of this socket."""
 
-    def read_idle(self) -> bool:
-        """Take in what came unasked, if nobody else reads; say so."""
+    def read_idle(self) -> None:
+        """Take in what came unasked, if nobody else reads."""
 
     def beat(self) -> None:
         """Tell the server that this process runs."""
 
 
-def start(kept: Kept) -> None:
-    """Keep a connection, in a thread of its own, until it is over or gone."""
-    threading.Thread(target=_keep, args=[weakref.ref(kept)], name=f"keeper of {kept.label}", daemon=True).start()
+class Keeper:
+    """All connections of a process that are kept, and the thread that does it."""
 
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._all: dict[int, weakref.ref[Kept]] = {}
+        self._beaten_at: dict[int, float] = {}
+        self._mending: set[int] = set()
+        self._runs = False
 
-def _keep(reference: weakref.ref[Kept]) -> None:
-    hung_up = getattr(select, "POLLRDHUP", 0)
-    wanted, beaten_at = hung_up, time.monotonic()
-    while True:
-        kept = reference()
-        seen = kept.look() if kept is not None else None
-        if seen is None:
-            return
-        del kept  # so that its owner may let go of it meanwhile
-        sock, read = seen
-        events = poll(sock, wanted, KEEP_S)
-        kept = reference()
-        if kept is None:
-            return
-        if time.monotonic() - beaten_at >= kept.beat_s:
-            beaten_at = time.monotonic()
+    def keep(self, kept: Kept) -> None:
+        """Look after a connection from now on, until it is over or gone."""
+        with self._lock:
+            self._all[id(kept)] = weakref.ref(kept)
+            self._beaten_at[id(kept)] = time.monotonic()
+            if not self._runs:
+                self._runs = True
+                threading.Thread(target=self._run, name="rallypoint keeper", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            poller, watched = select.poll(), {}
+            for number, reference in self._those_left():
+                kept = reference()
+                seen = None if kept is None else kept.look()
+                if kept is None or seen is None:
+                    with self._lock:
+                        if self._all.get(number) is reference:
+                            del self._all[number], self._beaten_at[number]
+                    continue
+                self._beat(number, kept)
+                sock, listens = seen
+                if number in self._mending:
+                    continue
+                try:
+                    poller.register(sock, _HUNG_UP | (select.POLLIN if listens else 0))
+                    watched[sock.fileno()] = (number, reference, sock)
+                except ValueError:  # closed by somebody who had to
+                    self._mend(number, reference, sock)
+            kept = None  # so that its owner may let go of it meanwhile
+            with self._lock:
+                if not self._all:
+                    self._runs = False
+                    return
+            for descriptor, events in poller.poll(KEEP_S * 1000):
+                number, reference, sock = watched[descriptor]
+                if events != select.POLLIN:
+                    self._mend(number, reference, sock)
+                elif (kept := reference()) is not None:
+                    kept.read_idle()
+            kept = None
+
+    def _those_left(self) -> list[tuple[int, weakref.ref[Kept]]]:
+        with self._lock:
+            return list(self._all.items())
+
+    def _beat(self, number: int, kept: Kept) -> None:
+        now = time.monotonic()
+        if now - self._beaten_at[number] >= kept.beat_s:
+            self._beaten_at[number] = now
             kept.beat()
-        if not events:
-            wanted = hung_up if read else hung_up | select.POLLIN
-        elif events == select.POLLIN:
-            wanted = hung_up | select.POLLIN if kept.read_idle() else hung_up
-        else:
-            kept.mend(sock)
-        del kept
+
+    def _mend(self, number: int, reference: weakref.ref[Kept], sock: socket.socket) -> None:
+        """Mend a cut, in a thread of its own."""
+
+        def mend() -> None:
+            try:
+                kept = reference()
+                if kept is not None:
+                    kept.mend(sock)
+            finally:
+                self._mending.discard(number)
+
+        self._mending.add(number)
+        threading.Thread(target=mend, name="rallypoint keeper, mending", daemon=True).start()
+
+
+_keeper = Keeper()
+
+
+def start(kept: Kept) -> None:
+    """Keep a connection until it is over or gone."""
+    _keeper.keep(kept)
+
+
+def _forked() -> None:
+    """In a forked child: the thread is not there, and the connections are the parent's."""
+    global _keeper
+    _keeper = Keeper()
+
+
+os.register_at_fork(after_in_child=_forked)

@@ -229,8 +229,10 @@ class Wire:
     # What the keeper calls
 
     def look(self) -> tuple[socket.socket, bool] | None:
-        """Return the socket and whether somebody reads from it; None when all is over."""
-        return None if self._over is not None else (self._ear.socket, self._reader.locked())
+        """Return the socket and whether what comes there is for nobody who reads; None when all is over."""
+        if self._over is not None:
+            return None
+        return self._ear.socket, bool(self._slots) and not self._reader.locked()
 
     def mend(self, sock: socket.socket) -> None:
         """Mend a cut of this socket, unless somebody does or did so."""
@@ -378,10 +380,10 @@ class Wire:
         elif data is not None and ear is self._ear:
             self._mend()
 
-    def read_idle(self) -> bool:
-        """Take in what came unasked, if nobody else reads; say so."""
+    def read_idle(self) -> None:
+        """Take in what came unasked, if nobody else reads."""
         if not self._reader.acquire(blocking=False):
-            return False
+            return
         try:
             data = self._ear.hear(0.0)
             if data:
@@ -389,7 +391,6 @@ class Wire:
         finally:
             self._reader.release()
         self._wake_another()
-        return True
 
     def beat(self) -> None:
         """Tell the server that this process runs."""

@@ -1,0 +1,61 @@
+"""Exchange: every rank gives bytes, and gets those of the others, in one round trip.
+
+On our server it leaves nothing behind. On another store it keeps one key, `exchange:NAME`, with what was given last.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from rallypoint.core import exchange
+from rallypoint.deadline import Timeout
+from rallypoint.recipes.hosting import Object, Progress
+
+__all__ = ["Exchange"]
+
+
+class Exchange:
+    """Collectives of small data among `size` ranks, as often as they like, in the same order on all of them."""
+
+    def __init__(self, store: Any, name: str, size: int, progress: Progress | None = None) -> None:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise ValueError(f"an exchange needs at least one rank, not {size!r}")
+        self.size = size
+        self._object = Object("exchange", store, name)
+        self._progress = progress
+
+    def __repr__(self) -> str:
+        return repr(self._object)
+
+    def all_gather(self, rank: int, data: bytes, timeout: Timeout | None = None) -> list[bytes]:
+        """Give `data`, and return what all ranks gave, in their order.
+
+        Raises MembersMissing when not all came in time, MembersLost at once when one dies that had given.
+        """
+        return list(self._give(rank, data, "all_gather", 0, timeout))
+
+    def gather(self, rank: int, data: bytes, root: int = 0, timeout: Timeout | None = None) -> list[bytes] | None:
+        """Give `data`; the root returns what all ranks gave, the others None once all have."""
+        answer = self._give(rank, data, "gather", root, timeout)
+        return None if answer is None else list(answer)
+
+    def broadcast(self, rank: int, data: bytes = b"", root: int = 0, timeout: Timeout | None = None) -> bytes:
+        """Return what the root gave, once all ranks have come; the data of others is not looked at."""
+        return bytes(self._give(rank, data if rank == root else b"", "broadcast", root, timeout))
+
+    def _give(
+        self,
+        rank: int,
+        data: bytes,
+        how: Literal["all_gather", "gather", "broadcast"],
+        root: int,
+        timeout: Timeout | None,
+    ) -> Any:
+        for what, number in (("rank", rank), ("root", root)):
+            if isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < self.size:
+                raise ValueError(f"the {what} in {self._object.thing} must be 0 to {self.size - 1}, not {number!r}")
+        if not isinstance(data, bytes):
+            raise TypeError(f"rank {rank} must give bytes to {self._object.thing}, not {type(data).__name__}")
+        command = exchange.Give(self.size, rank, data, how, root)
+        deadline = self._object.deadline(timeout)
+        return self._object.perform(str(rank), command, exchange.TakeBack, deadline, self._progress)[1]

@@ -1,0 +1,253 @@
+"""Barrier, exchange, lock and group, wherever they live: the same calls, the same answers, the same errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+from rallypoint.core.machine import Waiting
+from rallypoint.errors import BadDeviceMap, Disagreement, MembersMissing, NameTaken, NotAMember
+from rallypoint.recipes import hosting
+from rallypoint.recipes.barrier import Barrier
+from rallypoint.recipes.exchange import Exchange
+from rallypoint.recipes.group import Group
+from rallypoint.recipes.lock import Lock
+
+from .conftest import Open
+
+AMPLE_S = 60.0
+MEMBERS = 5
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Make all calls at once, each in a thread, and return what they return."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(AMPLE_S) for future in [pool.submit(call) for call in calls]]
+
+
+# Barrier
+
+
+def test_a_barrier_opens_for_all_again_and_again(open_store: Open) -> None:
+    passed: list[int] = []
+
+    def run(member: int) -> None:
+        barrier = Barrier(open_store(), "start", MEMBERS)
+        for number in range(20):
+            passed.append(number)
+            barrier.wait(member, AMPLE_S)
+            assert passed.count(number) == MEMBERS, "nobody goes on before everybody is there"
+
+    together([lambda member=member: run(member) for member in range(MEMBERS)])
+
+
+def test_a_barrier_of_named_members(open_store: Open) -> None:
+    names = ["ann", "bob"]
+    together([lambda name=name: Barrier(open_store(), "start", names).wait(name, AMPLE_S) for name in names])
+
+
+def test_who_is_missing_is_named_and_a_time_out_withdraws(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+    alone, told = threading.Event(), threading.Event()
+
+    def progress(waiting: Waiting) -> None:
+        alone.set()
+        if (tuple(waiting.missing), tuple(waiting.withdrawn)) == (("1", "2"), ("1",)):
+            told.set()
+
+    first = Barrier(open_store(), "start", 3, progress)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(first.wait, 0, AMPLE_S)
+        assert alone.wait(AMPLE_S)
+        with pytest.raises(MembersMissing) as caught:
+            Barrier(open_store(), "start", 3).wait(1, 0.1)
+        assert caught.value.missing == ("2",)
+        assert told.wait(AMPLE_S)
+        later = [Barrier(open_store(), "start", 3) for _ in range(2)]
+        together([lambda: later[0].wait(1, AMPLE_S), lambda: later[1].wait(2, AMPLE_S)])
+        waiting.result(AMPLE_S)
+    others = [Barrier(open_store(), "start", 3) for _ in range(3)]
+    together([lambda member=member: others[member].wait(member, AMPLE_S) for member in range(3)])
+
+
+def test_a_member_that_comes_twice_counts_once(open_store: Open) -> None:
+    barrier = Barrier(open_store(), "start", 2)
+    with pytest.raises(MembersMissing) as caught:
+        together([lambda: barrier.wait(0, 0.5), lambda: Barrier(open_store(), "start", 2).wait(0, 0.5)])
+    assert caught.value.missing == ("1",)
+
+
+def test_one_too_many_is_named(open_store: Open) -> None:
+    with pytest.raises(NotAMember, match="'2'") as caught:
+        Barrier(open_store(), "start", 2).wait(2, 1)
+    assert caught.value.member == "2"
+
+
+def test_members_must_agree(open_store: Open) -> None:
+    arrived = threading.Event()
+
+    def wait() -> None:
+        Barrier(open_store(), "start", 2, progress=lambda _: arrived.set()).wait(0, AMPLE_S)
+
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
+        patch.setattr(hosting, "PROGRESS_S", 0.05)
+        first = pool.submit(wait)
+        assert arrived.wait(AMPLE_S)
+        with pytest.raises(Disagreement) as caught:
+            Barrier(open_store(), "start", 3).wait(1, 1)
+        assert caught.value.theirs.startswith("2 members")
+        Barrier(open_store(), "start", 2).wait(1, AMPLE_S)
+        first.result(AMPLE_S)
+
+
+def test_progress_says_who_is_missing(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+    told: list[Waiting] = []
+    enough = threading.Event()
+
+    def progress(waiting: Waiting) -> None:
+        told.append(waiting)
+        if len(told) > 2:
+            enough.set()
+
+    barrier = Barrier(open_store(), "start", 2, progress)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(barrier.wait, 0, AMPLE_S)
+        assert enough.wait(AMPLE_S)
+        Barrier(open_store(), "start", 2).wait(1, AMPLE_S)
+        waiting.result(AMPLE_S)
+    assert list(told[0].missing) == ["1"] and "1 of 2 members are here; missing: 1" in told[0].reason
+
+
+def test_the_last_one_out_leaves_after_all_others(open_store: Open) -> None:
+    left: list[int] = []
+
+    def run(member: int) -> None:
+        barrier = Barrier(open_store(), "job", MEMBERS)
+        barrier.enter(member, AMPLE_S)
+        barrier.leave(member, AMPLE_S, last=2)
+        left.append(member)
+
+    for _ in range(5):
+        left.clear()
+        together([lambda member=member: run(member) for member in range(MEMBERS)])
+        assert sorted(left) == list(range(MEMBERS))
+
+
+@pytest.mark.parametrize("members", [0, -1, True, "ann", [], ["a", "a"], [1, 2]])
+def test_impossible_members_are_refused_by_name(members: Any) -> None:
+    from rallypoint import HashStore
+
+    with pytest.raises((ValueError, TypeError), match="member"):
+        Barrier(HashStore(), "start", members)
+
+
+# Exchange
+
+
+def test_an_exchange_gives_everybody_everything_again_and_again(open_store: Open) -> None:
+    def run(rank: int) -> None:
+        exchange = Exchange(open_store(), "data", MEMBERS)
+        for number in range(20):
+            got = exchange.all_gather(rank, b"%d of %d" % (number, rank), AMPLE_S)
+            assert got == [b"%d of %d" % (number, other) for other in range(MEMBERS)]
+            assert exchange.broadcast(rank, b"from %d" % rank, 3, AMPLE_S) == b"from 3"
+            gathered = exchange.gather(rank, bytes([rank, 0, 255]), 1, AMPLE_S)
+            assert gathered == ([bytes([other, 0, 255]) for other in range(MEMBERS)] if rank == 1 else None)
+
+    together([lambda rank=rank: run(rank) for rank in range(MEMBERS)])
+
+
+def test_an_exchange_names_missing_ranks(open_store: Open) -> None:
+    with pytest.raises(MembersMissing) as caught:
+        Exchange(open_store(), "data", 3).all_gather(1, b"", 0.1)
+    assert caught.value.missing == ("0", "2")
+
+
+def test_ranks_and_data_are_checked(open_store: Open) -> None:
+    exchange = Exchange(open_store(), "data", 3)
+    with pytest.raises(ValueError, match="rank in exchange 'data' must be 0 to 2, not 3"):
+        exchange.all_gather(3, b"")
+    with pytest.raises(TypeError, match="must give bytes"):
+        exchange.all_gather(0, "text")  # type: ignore[arg-type]
+
+
+# Lock
+
+
+def test_a_lock_has_one_holder_and_fences_that_grow(open_store: Open) -> None:
+    inside: list[int] = []
+    fences: list[int] = []
+
+    def run(number: int) -> None:
+        lock = Lock(open_store(), "token")
+        for _ in range(10):
+            with lock:
+                inside.append(number)
+                fences.append(lock.fence)
+                assert not lock.lost
+                assert inside == [number]
+                inside.remove(number)
+
+    together([lambda number=number: run(number) for number in range(MEMBERS)])
+    assert fences == sorted(set(fences)) and len(fences) == 10 * MEMBERS
+
+
+def test_who_waits_too_long_for_a_lock_hears_who_holds_it(open_store: Open) -> None:
+    with Lock(open_store(), "token", member="ann"), pytest.raises(MembersMissing, match="held by ann"):
+        Lock(open_store(), "token", member="bob").acquire(0.1)
+    with Lock(open_store(), "token"):
+        pass
+
+
+def test_a_lock_is_used_by_one_at_a_time(open_store: Open) -> None:
+    lock = Lock(open_store(), "token")
+    with pytest.raises(RuntimeError, match="is not held"):
+        lock.release()
+    with lock, pytest.raises(RuntimeError, match="is held by this object already"):
+        lock.acquire()
+
+
+# Group
+
+
+def test_members_come_and_go_and_come_back(open_store: Open) -> None:
+    group = Group(open_store(), "workers")
+    with group.join("ann", b"one") as ann:
+        bob = Group(open_store(), "workers").join("bob")
+        assert list(ann.wait_for(["bob"], AMPLE_S).members) == ["ann", "bob"]
+        assert bob.leave() and not bob.leave()
+        again = Group(open_store(), "workers").join("bob")
+        assert again.id > bob.id
+        events = ann.events(AMPLE_S)
+        assert [(event.what, event.member, event.id) for event in (next(events) for _ in range(3))] == [
+            ("joined", "bob", bob.id),
+            ("left", "bob", bob.id),
+            ("joined", "bob", again.id),
+        ]
+        assert ann.view.members["ann"].info == b"one"
+    assert list(group.members().members) == ["bob"]
+
+
+def test_a_name_is_taken_once(open_store: Open) -> None:
+    with Group(open_store(), "workers").join("ann"), pytest.raises(NameTaken, match="'ann' already"):
+        Group(open_store(), "workers").join("ann")
+
+
+def test_who_does_not_come_is_named(open_store: Open) -> None:
+    with Group(open_store(), "workers").join("ann") as ann, pytest.raises(MembersMissing) as caught:
+        ann.wait_for(["ann", "bob", "eve"], 0.1)
+    assert caught.value.missing == ("bob", "eve")
+
+
+def test_device_maps_are_turned_round_and_held_to(open_store: Open) -> None:
+    group = Group(open_store(), "workers")
+    with group.join("ann", devices=["cuda:0", "cuda:1"], device_maps={"bob": {"cuda:0": "cuda:3"}}):
+        with pytest.raises(BadDeviceMap, match="'cuda:3'"):
+            Group(open_store(), "workers").join("bob", devices=["cuda:0"])
+        with Group(open_store(), "workers").join("bob", devices=["cuda:3"]) as bob:
+            assert bob.view.members["bob"].reverse_maps == {"ann": {"cuda:3": "cuda:0"}}
