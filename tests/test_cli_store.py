@@ -1,0 +1,402 @@
+"""The commands for shell scripts, as real processes against a real server: what they print, and how they end."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from tests.wire import AMPLE_S, read_line
+
+import rallypoint
+from rallypoint.cli import COMMANDS, keys, main
+from rallypoint.cli.opening import line, text
+from rallypoint.deadline import Deadline
+from rallypoint.recipes import hosting
+
+COMMAND = [sys.executable, "-m", "rallypoint"]
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[rallypoint.Server]:
+    with rallypoint.Server(grace=1.0) as server:
+        yield server
+
+
+@pytest.fixture
+def store(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[rallypoint.Store]:
+    """The empty store that commands find in their environment."""
+    monkeypatch.setenv("RALLYPOINT_URL", server.url)
+    with rallypoint.connect(server.url) as store:
+        store.delete_prefix("")
+        yield store
+
+
+def run(*words: object, given: bytes = b"", **more: Any) -> subprocess.CompletedProcess[bytes]:
+    """Run a command to its end."""
+    done = subprocess.run([*COMMAND, *map(str, words)], input=given, capture_output=True, timeout=AMPLE_S, **more)
+    assert b"Traceback" not in done.stderr, done.stderr.decode()
+    return done
+
+
+def prints(*words: object, given: bytes = b"") -> bytes:
+    """Run a command that must succeed in silence; return what it prints."""
+    done = run(*words, given=given)
+    assert (done.returncode, done.stderr) == (0, b"")
+    return done.stdout
+
+
+def fails(*words: object, **more: Any) -> tuple[int, str]:
+    """Run a command that must not succeed; return its exit code and the one line that it says."""
+    done = run(*words, **more)
+    said = done.stderr.decode()
+    assert done.stdout == b"" and said.endswith("\n")
+    assert done.returncode == 2 or said.count("\n") == 1
+    return done.returncode, said
+
+
+@pytest.fixture
+def start(store: rallypoint.Store) -> Iterator[Any]:
+    """Return a function that starts a command, and lets it run."""
+    with ExitStack() as stack:
+
+        def begin(*words: object) -> subprocess.Popen[bytes]:
+            command = [*COMMAND, *map(str, words)]
+            child = stack.enter_context(
+                subprocess.Popen(
+                    command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0, start_new_session=True
+                )
+            )
+            stack.callback(child.kill)
+            return child
+
+        yield begin
+
+
+def until_waiting(server: rallypoint.Server, *children: subprocess.Popen[bytes]) -> None:
+    """Return when all of the commands wait in the server."""
+    deadline, pause = Deadline(AMPLE_S), threading.Event()
+    names = {f"{socket.gethostname()}:{child.pid}" for child in children}
+    while names - {session["name"] for session in server.statistics()["sessions"] if session["waits_for"]}:
+        assert not deadline.expired()
+        pause.wait(0.01)
+
+
+def interrupt(child: subprocess.Popen[bytes]) -> int:
+    """Press Ctrl-C, which reaches all processes of the terminal; return the exit code."""
+    os.killpg(child.pid, signal.SIGINT)
+    return child.wait(AMPLE_S)
+
+
+# Keys
+
+
+def test_set_and_get(store: rallypoint.Store) -> None:
+    assert prints("set", "k", "some text") == b""
+    assert store.get("k") == b"some text"
+    assert prints("get", "k") == b"some text\n"
+    assert prints("get", "k", "--raw") == b"some text"
+
+
+@pytest.mark.parametrize("value", [b"\0\xff\n", b"\xc3(", b"\0", bytes(range(256)) * 1000])
+def test_bytes_go_in_and_come_out_as_they_are(store: rallypoint.Store, value: bytes) -> None:
+    prints("set", "k", "-", given=value)
+    assert store.get("k") == value
+    assert prints("get", "k") == value
+
+
+def test_an_argument_may_be_bytes_too(store: rallypoint.Store) -> None:
+    subprocess.run([*map(os.fsencode, COMMAND), b"set", b"k", b"\xff\xfe"], check=True, timeout=AMPLE_S)
+    assert store.get("k") == b"\xff\xfe"
+    done = subprocess.run([*map(os.fsencode, COMMAND), b"get", b"\xff"], capture_output=True, timeout=AMPLE_S)
+    assert done.returncode == 2 and b"Traceback" not in done.stderr and b"not valid Unicode" in done.stderr
+
+
+def test_get_waits_for_the_key(store: rallypoint.Store, start: Any) -> None:
+    child = start("get", "late")
+    store.set("late", "now")
+    assert child.communicate(timeout=AMPLE_S) == (b"now\n", b"")
+    code, said = fails("get", "never", "--timeout", 0)
+    assert code == 3 and "still missing 'never'" in said
+
+
+def test_add(store: rallypoint.Store) -> None:
+    assert prints("add", "n", 5) == b"5\n"
+    assert prints("add", "n", -7) == b"-2\n"
+    store.set("text", "x")
+    code, said = fails("add", "text", 1)
+    assert code == 1 and said.startswith("Error: key 'text' holds b'x'")
+    assert fails("add", "n", "many")[0] == 2
+
+
+def test_wait(store: rallypoint.Store, start: Any) -> None:
+    child = start("wait", "a", "b")
+    store.multi_set(["a", "b"], ["", ""])
+    assert child.communicate(timeout=AMPLE_S) == (b"", b"") and child.returncode == 0
+    code, said = fails("wait", "a", "x", "y", "--timeout", 0.1)
+    assert code == 3 and "timed out after 0.1 s: still missing 'x', 'y', 2 of 3 keys" in said
+    assert fails("wait")[0] == 2
+
+
+def test_wait_says_what_it_waits_for(store: rallypoint.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "PROGRESS_S", 0.05)
+    result = CliRunner().invoke(main, ["wait", "x", "y", "--timeout", "0.2", "--verbose"])
+    assert result.exit_code == 3 and "waiting: 2 of 2 keys are missing: x, y\n" in result.stderr
+    assert "timed out after 0.2 s" in result.stderr
+    result = CliRunner().invoke(main, ["wait", "x", "--timeout", "0.2"])
+    assert "waiting" not in result.stderr
+
+
+def test_ls_and_del(store: rallypoint.Store) -> None:
+    store.multi_set(["b/2", "a", "b/1", "odd\nkey"], [""] * 4)
+    assert prints("ls") == b"a\nb/1\nb/2\nodd\\nkey\n"
+    assert prints("ls", "b/") == b"b/1\nb/2\n"
+    assert prints("del", "a", "nothing") == b"1\n"
+    assert prints("del", "--prefix", "b/", "od") == b"3\n"
+    assert prints("ls") == b""
+    assert fails("del")[0] == 2
+
+
+def test_watch(store: rallypoint.Store, start: Any) -> None:
+    child = start("watch", "w/", "--verbose")
+    assert child.stderr and child.stderr.readline() == b"waiting: changes of keys that start with 'w/'\n"
+    store.set("other", "no")
+    store.set("w/k", "one\ntwo\n")
+    store.set("w/k", b"\0\xff")
+    store.delete_key("w/k")
+    assert [read_line(child) for _ in range(3)] == ["set\tw/k\tone\\ntwo", "set\tw/k\t\\x00\\xff", "del\tw/k"]
+    assert interrupt(child) == 130
+    assert child.stderr.read() == b""
+
+
+def test_watch_as_json(store: rallypoint.Store, start: Any) -> None:
+    child = start("watch", "--json", "-v")
+    assert child.stderr and child.stderr.readline()
+    store.set("k", b"\0\xff")
+    store.delete_key("k")
+    first, second = (json.loads(read_line(child)) for _ in range(2))
+    assert first["key"] == "k" and base64.b64decode(first["value"]) == b"\0\xff"
+    assert second["value"] is None and second["revision"] > first["revision"]
+    code, said = fails("watch", "--timeout", 0.1)
+    assert code == 3 and "no key that starts with '' changed" in said
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(b"plain", "plain"), (b"end\n", "end"), ("größe".encode(), "größe"), (b"a\tb\\", "a\\tb\\"), (b"\xff", "\\xff")],
+)
+def test_one_value_is_one_line(value: bytes, shown: str) -> None:
+    assert line(value) == shown
+
+
+def test_what_is_text() -> None:
+    assert text("größe\n\t".encode()) == "größe\n\t"
+    assert [text(value) for value in (b"\xff", b"\0", b"\x1b[31m")] == [None] * 3
+
+
+# Barrier and exchange
+
+
+@pytest.mark.parametrize(("members", "names"), [("3", "012"), ("a,b,c", "abc")])
+def test_barrier(start: Any, members: str, names: str) -> None:
+    for _ in range(2):  # it can be used again
+        children = [start("barrier", "b", "--members", members, "--member", name) for name in names]
+        for child in children:
+            assert child.communicate(timeout=AMPLE_S) == (b"", b"") and child.returncode == 0
+
+
+def test_a_barrier_names_the_missing_on_every_member(store: rallypoint.Store, start: Any) -> None:
+    children = [start("barrier", "b", "--members", "a,b,c", "--member", name, "--timeout", 1.5) for name in "ab"]
+    for child in children:
+        said = child.communicate(timeout=AMPLE_S)[1].decode()
+        assert child.returncode == 3 and said.count("\n") == 1
+        assert re.search(r"missing: (a, |b, )?c[ .]", said), said
+
+
+def test_a_barrier_refuses(store: rallypoint.Store) -> None:
+    code, said = fails("barrier", "b", "--members", 2, "--member", 2)
+    assert code == 1 and "does not expect '2'" in said
+    for members in ("0", "a,,b", "a,a", ","):
+        assert fails("barrier", "b", "--members", members, "--member", "a")[0] == 2
+    assert fails("barrier", "b", "--members", 2)[0] == 2
+
+
+def test_a_barrier_says_what_it_waits_for(store: rallypoint.Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+    words = ["barrier", "b", "--members", "2", "--member", "1", "--timeout", "0.3"]
+    result = CliRunner().invoke(main, [*words, "--verbose"])
+    assert result.exit_code == 3 and "waiting: 1 of 2 members are here; missing: 0\n" in result.stderr
+    assert "waiting" not in CliRunner().invoke(main, words).stderr
+
+
+def test_a_member_that_dies_breaks_the_barrier(server: rallypoint.Server, store: rallypoint.Store, start: Any) -> None:
+    words = ["--members", 3, "--timeout", AMPLE_S, "-v", "--member"]
+    dying, other = start("barrier", "b", *words, 0), start("barrier", "b", *words, 1)
+    until_waiting(server, dying, other)
+    dying.kill()
+    said = other.communicate(timeout=AMPLE_S)[1].decode()
+    assert other.returncode == 1 and "is broken: lost 0 (" in said
+
+
+def test_exchange(start: Any) -> None:
+    first = start("exchange", "e", "--size", 3, "--rank", 0, "zero")
+    second = start("exchange", "e", "--size", 3, "--rank", 1, "--json")
+    assert prints("exchange", "e", "--size", 3, "--rank", 2, "-", given=b"t\0o\n") == b"zero\n\nt\\x00o\n"
+    assert first.communicate(timeout=AMPLE_S) == (b"zero\n\nt\\x00o\n", b"")
+    exact = json.loads(second.communicate(timeout=AMPLE_S)[0])
+    assert [base64.b64decode(value) for value in exact] == [b"zero", b"", b"t\0o\n"]
+
+
+def test_an_exchange_names_the_missing(store: rallypoint.Store) -> None:
+    code, said = fails("exchange", "e", "--size", 3, "--rank", 1, "x", "--timeout", 0.1)
+    assert code == 3 and re.search(r"missing: \D*0\D*2", said)
+    assert fails("exchange", "e", "--size", 3, "--rank", 3, "x")[0] == 2
+
+
+# Lock
+
+
+def test_lock_passes_exit_codes_and_a_growing_fence(store: rallypoint.Store) -> None:
+    fences = [int(prints("lock", "l", "--", "sh", "-c", "echo $RALLYPOINT_FENCE")) for _ in range(3)]
+    assert 0 < fences[0] < fences[1] < fences[2]
+    assert run("lock", "l", "--", "sh", "-c", "exit 7").returncode == 7
+    assert run("lock", "l", "--", "sh", "-c", "kill -9 $$").returncode == 137
+    code, said = fails("lock", "l", "--", "no-such-command")
+    assert code == 127 and "cannot run no-such-command" in said
+    assert fails("lock", "l", "--", "/")[0] == 126
+    assert fails("lock", "l")[0] == 2
+
+
+def test_a_lock_is_held_while_its_command_runs(start: Any) -> None:
+    holder = start("lock", "l", "--", "cat", "/dev/zero")
+    assert holder.stdout and holder.stdout.read(1) == b"\0"
+    code, said = fails("lock", "l", "--timeout", 0.1, "--", "true")
+    assert code == 3 and re.search(rf"held by cat \(.*{holder.pid}.*\)", said), said
+    holder.stdout.close()  # SIGPIPE ends cat, and the lock is free
+    assert prints("lock", "l", "--", "echo", "-n", "mine") == b"mine"
+    assert holder.wait(AMPLE_S) != 0
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+def test_signals_are_the_command_s(start: Any, number: signal.Signals, code: int) -> None:
+    child = start("lock", "l", "--", "sh", "-c", "echo ready; exec cat /dev/zero >/dev/null")
+    assert read_line(child) == "ready"
+    if number == signal.SIGINT:
+        assert interrupt(child) == code
+    else:
+        child.send_signal(number)
+        assert child.wait(AMPLE_S) == code
+    assert prints("lock", "l", "--timeout", AMPLE_S, "--", "echo", "free") == b"free\n"
+
+
+def test_a_lost_lock_is_said(tmp_path: Path) -> None:
+    with rallypoint.Server(grace=0.2) as server:
+        words = ["lock", "l", "--store", server.url, "--", "sh", "-c", "echo ready; read line; exit 5"]
+        child = subprocess.Popen(
+            [*COMMAND, *words], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+        )
+        try:
+            assert read_line(child) == "ready"
+            server.close()
+            assert child.stderr
+            assert re.fullmatch(
+                rb"Warning: lock 'l' \(fence \d+\) was lost while the command runs; another may hold it\n",
+                child.stderr.readline(),
+            )
+            assert child.communicate(b"\n", timeout=AMPLE_S)[1] == b"", "it is said once"
+            assert child.returncode == 5
+        finally:
+            child.kill()
+            child.communicate()
+
+
+# The store, and the end
+
+
+def test_the_store_is_named_by_option_or_environment(server: rallypoint.Server, store: rallypoint.Store) -> None:
+    bare = {name: value for name, value in os.environ.items() if name != "RALLYPOINT_URL"}
+    code, said = fails("get", "k", env=bare)
+    assert code == 2 and "--store URL" in said and "RALLYPOINT_URL" in said
+    store.set("job/k", "v")
+    assert run("get", "k", "--store", f"{server.url}/job", env=bare).stdout == b"v\n"
+    code, said = fails("get", "k", "--store", f"{server.url}?timeout=0.1", env=bare)
+    assert code == 3 and "after 0.1 s" in said
+
+
+def test_a_file_will_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RALLYPOINT_URL", f"file://{tmp_path}/store")
+    with rallypoint.connect(os.environ["RALLYPOINT_URL"]) as store:  # a file lasts while somebody has it open
+        prints("set", "k", "v")
+        assert prints("get", "k") == b"v\n" and store.get("k") == b"v"
+    assert fails("get", "k", "--timeout", 0)[0] == 3
+    assert prints("lock", "l", "--", "echo", "held") == b"held\n"
+
+
+def test_what_is_wrong_with_the_store_decides_the_exit_code(tmp_path: Path) -> None:
+    with rallypoint.Server() as gone:
+        url = gone.url
+    code, said = fails("get", "k", "--store", url, "--connect-timeout", 0.2)
+    assert code == 4 and "no store answered" in said
+    code, said = fails("get", "k", "--store", f"file://{tmp_path}/no/dir")
+    assert code == 4 and "cannot open" in said
+    (tmp_path / "text").write_text("this is no store\n" * 10)
+    assert fails("get", "k", "--store", f"file://{tmp_path}/text")[0] == 1
+    for bad in ("ftp://x", "tcp://", "tcp://h:99999", "tcp://h?colour=red"):
+        code, said = fails("get", "k", "--store", bad)
+        assert code == 2 and bad in said
+
+
+@pytest.mark.parametrize(
+    "words", [["get", "x"], ["wait", "x"], ["barrier", "b", "--members", "2", "--member", "0"], ["watch", "-v"]]
+)
+def test_ctrl_c_ends_a_wait_with_130(server: rallypoint.Server, start: Any, words: list[str]) -> None:
+    child = start(*words)
+    if words[0] == "watch":
+        assert child.stderr and child.stderr.readline()
+    else:
+        until_waiting(server, child)
+    assert interrupt(child) == 130
+    assert child.communicate()[1] == b""
+
+
+def test_help_is_light() -> None:
+    look = (
+        "import sys; from click.testing import CliRunner; from rallypoint.cli import main; "
+        "print(CliRunner().invoke(main, ['--help']).output); "
+        "print([m for m in sys.modules if m.startswith(('rallypoint.cli.', 'rallypoint.recipes', 'asyncio', 'torch'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, check=True, timeout=AMPLE_S)
+    assert done.stdout.endswith("\n[]\n")
+    assert all(says in " ".join(done.stdout.split()) for says in COMMANDS.values())
+
+
+# The documentation
+
+
+def test_what_the_documentation_shows_is_so(store: rallypoint.Store, tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "cli.md").read_text()
+    (session,) = re.findall(r"```console\n(.*?)```", page, re.S)
+    (tmp_path / "rallypoint").write_text(f'#!/bin/sh\nexec {shlex.join(COMMAND)} "$@"\n')
+    (tmp_path / "rallypoint").chmod(0o755)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    for command, output in re.findall(r"^\$ (.*)\n((?:[^$].*\n)*)", session, re.M):
+        done = subprocess.run(
+            ["sh", "-c", f"{command}\nwait"], env=env, capture_output=True, text=True, timeout=AMPLE_S
+        )
+        assert (done.stdout, done.stderr) == (output, ""), command
+    for name in COMMANDS:
+        assert re.search(rf"`(rallypoint )?{name}\b", page), f"docs/cli.md does not tell of {name}"
