@@ -71,10 +71,13 @@ LARGE: dict[str, tuple[int, str]] = {
         "the whole tree of errors, to be read as one: which class is under which is its point",
     ),
     "src/rallypoint/store/tcp.py": (420, "the client: its pool of links, its operations, the store"),
-    "src/rallypoint/aio.py": (380, "the whole asyncio front: a session, and the store on it"),
+    "src/rallypoint/aio.py": (390, "the whole asyncio front: a session, and the store on it"),
     "src/rallypoint/core/native.py": (320, "one wire protocol: every request, and how it is framed"),
     "src/rallypoint/core/session.py": (410, "every request of our protocol, and what makes a cut harmless"),
-    "src/rallypoint/store/wire.py": (500, "who sends, who reads and who mends are one set of locks, to be read as one"),
+    "src/rallypoint/store/wire.py": (
+        540,
+        "who sends, who reads and who mends share one set of locks: read as one",
+    ),
     "src/rallypoint/net.py": (400, "resolving, binding and connecting share their rules"),
     "src/rallypoint/store/base.py": (450, "the whole Store interface, with its docstrings"),
 }

@@ -187,7 +187,8 @@ class _Session:
         """Send a request, now or once a cut is mended, and return its number."""
         if self.over is not None:
             raise copy.copy(self.over)
-        number, request = self._core.ask(kind, *arguments)
+        number = self._core.number
+        request = self._core.ask(kind, *arguments)
         if self._transport is not None:
             self._transport.write(request)
         return number
@@ -236,7 +237,7 @@ class _Session:
     def close(self) -> None:
         """Say goodbye and end."""
         if self.over is None and self._transport is not None:
-            self._transport.write(self._core.ask(native.Bye)[1])
+            self._transport.write(self._core.ask(native.Bye))
         self.end(StoreClosed(store=f"tcp://{self.peer}"))
 
 

@@ -30,10 +30,12 @@ DURATIONS = st.one_of(st.none(), st.floats(0, 10))
 def count_bytes(engine: Engine) -> int:
     """Count from scratch what the engine keeps account of as it goes."""
     waiters = [held for mine in engine._held.values() for held in mine if isinstance(held, Waiter)]
+    watches = [held for mine in engine._held.values() for held in mine if isinstance(held, Watch)]
     return (
         sum(len(key) + len(value) + ENTRY_BYTES for key, value in engine._values.items())
         + sum(len(key) + len(item) + ENTRY_BYTES for key, queue in engine._queues.items() for item in queue)
         + sum(len(key) + ENTRY_BYTES for waiter in waiters for key in waiter.keys)
+        + sum(len(watch.prefix) + ENTRY_BYTES for watch in watches)
     )
 
 
@@ -202,7 +204,9 @@ class Storm(RuleBasedStateMachine):
     @rule(prefix=st.sampled_from([b"", b"a", b"a/", b"gate"]), owner=OWNERS)
     def watch(self, prefix: bytes, owner: str) -> None:
         self.ended.discard(owner)
-        self.watches.append(self.engine.watch(prefix, owner))
+        watch = self.call(self.engine.watch, prefix, owner)
+        if watch is not None:
+            self.watches.append(watch)
 
     def until(self, duration: float | None) -> float | None:
         return None if duration is None else self.now + duration

@@ -71,7 +71,7 @@ def test_a_frame_past_the_limit_is_refused_by_its_length(cut: int | None) -> Non
 
 def test_the_sole_answer_is_taken_and_settled() -> None:
     client = Client("test")
-    number, _ = client.ask(native.Add, b"/n", 1)
+    number, _ = client.number, client.ask(native.Add, b"/n", 1)
     assert client.sole(frame((number, Status.OK, 1)), number) == Reply(number, Status.OK, 1)
     assert client.repeat() == b""
 
@@ -92,14 +92,14 @@ NOT_SOLE = {
 @pytest.mark.parametrize("name", NOT_SOLE)
 def test_what_is_not_the_sole_answer_is_left_to_receive(name: str) -> None:
     client = Client("test")
-    number, request = client.ask(native.Add, b"/n", 1)
+    number, request = client.number, client.ask(native.Add, b"/n", 1)
     assert client.sole(NOT_SOLE[name], number) is None
     assert client.repeat() == request
 
 
 def test_an_answer_that_comes_behind_half_of_another_is_left_to_receive() -> None:
     client = Client("test")
-    number, _ = client.ask(native.Add, b"/n", 1)
+    number, _ = client.number, client.ask(native.Add, b"/n", 1)
     half, rest = frame((0, 1, (1, 1, b"/k", b"v")))[:6], frame((0, 1, (1, 1, b"/k", b"v")))[6:]
     assert client.receive(half) == []
     assert client.sole(rest, number) is None
@@ -108,7 +108,7 @@ def test_an_answer_that_comes_behind_half_of_another_is_left_to_receive() -> Non
 
 def test_an_answer_that_came_before_is_not_taken_again() -> None:
     client = Client("test")
-    number, _ = client.ask(native.Add, b"/n", 1)
+    number, _ = client.number, client.ask(native.Add, b"/n", 1)
     answer = frame((number, Status.OK, 1))
     assert client.sole(answer, number) is not None
     assert client.sole(answer, number) is None
@@ -183,7 +183,7 @@ def test_a_mutated_request_does_not_harm_the_server(request: Any, at: int, byte:
 @given(st.binary(max_size=60))
 def test_a_random_payload_does_not_harm_the_client(payload: bytes) -> None:
     client = Client("test")
-    number, _ = client.ask(native.Set, b"/k", b"v")
+    number, _ = client.number, client.ask(native.Set, b"/k", b"v")
     try:
         for reply in client.receive(len(payload).to_bytes(4, "little") + payload):
             client.expects(reply)
@@ -305,10 +305,10 @@ def test_a_push_that_makes_no_sense_is_refused(result: Any) -> None:
 
 def test_answers_are_confirmed_after_a_while_and_open_requests_are_not() -> None:
     client = Client("test")
-    waiting, _ = client.ask(native.Take, b"/q", 5.0)
+    waiting, _ = client.number, client.ask(native.Take, b"/q", 5.0)
     sent = b""
     for _ in range(client_core.CONFIRM_EVERY + 1):
-        number, sent = client.ask(native.Add, b"/n", 1)
+        number, sent = client.number, client.ask(native.Add, b"/n", 1)
         for reply in client.receive(frame((number, Status.OK, 1))):
             client.settle(reply)
     confirm, add = replies(sent)

@@ -426,7 +426,7 @@ class Member:
         return data
 
     def ask(self, kind: type[Request], *arguments: Any) -> None:
-        number, data = self.core.ask(kind, *arguments)
+        number, data = self.core.number, self.core.ask(kind, *arguments)
         self.asked[number] = (kind, arguments)
         self.outgoing += data
 

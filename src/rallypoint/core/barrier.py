@@ -52,6 +52,11 @@ class Arrive(Command, tag="barrier.arrive"):
     members: Members
     waits: bool = True
 
+    @property
+    def weight(self) -> int:
+        """The names that it lists."""
+        return sum(map(len, self.members)) if isinstance(self.members, list) else 0
+
 
 class Withdraw(Undo, tag="barrier.withdraw"):
     """Take an arrival back; answered by whether it was too late for that, the barrier having opened."""
@@ -124,7 +129,7 @@ class Barrier(Machine, kw_only=True):
 
     def keeps(self, call_id: str) -> bool:
         """Say whether a call waits."""
-        return call_id in self.calls
+        return call_id in self.calls and call_id not in self.passing
 
     def sessions(self) -> set[str]:
         """Return the sessions of those who have arrived."""
@@ -171,6 +176,7 @@ class Barrier(Machine, kw_only=True):
     def _gone(self, call: Call) -> bool:
         """Take out a call, and say whether its member is here no more."""
         del self.calls[call.id]
+        self.passing.pop(call.id, None)
         self.arrived[call.member] -= 1
         if self.arrived[call.member]:
             return False

@@ -15,6 +15,7 @@ from rallypoint.core.native import (
     GARBLED,
     VERSION,
     Confirm,
+    Drop,
     Frames,
     Hello,
     Request,
@@ -80,7 +81,9 @@ class Client:
         self._server = b""
         self._session = b""
         self._frames = Frames(MAX_FRAME_BYTES)
-        self._next = 1
+        self.number = 1
+        """What the next request will be numbered."""
+
         self._open: dict[int, bytes] = {}
         self._pushes_seen = 0
         self._unconfirmed = 0
@@ -108,21 +111,23 @@ class Client:
         """Return, after a resumption, all requests that were not answered, as they were."""
         return b"".join(self._open.values())
 
-    def ask(self, kind: type[Request], *arguments: Any) -> tuple[int, bytes]:
-        """Number a request; return the number and what to send."""
-        number = self._next
-        request = frame(kind(number, *arguments))
-        sent = request if self._unconfirmed < CONFIRM_EVERY else self.confirm() + request
-        self._next = number + 1
+    def ask(self, kind: type[Request], *arguments: Any) -> bytes:
+        """Give a request the next `number`, and return what to send."""
+        number = self.number
+        request = sent = frame(kind(number, *arguments))
+        if self._unconfirmed >= CONFIRM_EVERY:
+            # What is dropped may have been answered and not taken: it must not be confirmed before.
+            sent = request + self.confirm() if kind is Drop else self.confirm() + request
+        self.number = number + 1
         self._open[number] = request
-        return number, sent
+        return sent
 
     def confirm(self) -> bytes:
         """Return what tells the server to forget what was delivered, or nothing when that was little."""
         if self._unconfirmed < CONFIRM_EVERY:
             return b""
         self._unconfirmed = 0
-        return frame(Confirm(0, self._next - 1, list(self._open), self._pushes_seen))
+        return frame(Confirm(0, self.number - 1, list(self._open), self._pushes_seen))
 
     def receive(self, data: bytes) -> list[Reply]:
         """Take what came; return what is in it, in order. Each is to be settled once it was delivered."""

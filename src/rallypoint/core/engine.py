@@ -275,6 +275,7 @@ class Engine:
 
     def watch(self, prefix: bytes, owner: Hashable, tag: object = None) -> Watch:
         """Deliver every change of a key that starts with the prefix, from now on, until dropped."""
+        self._grow(prefix, len(prefix) + ENTRY_BYTES)
         watch = Watch(prefix, owner, tag)
         self._watches.setdefault(prefix, {})[watch] = None
         self._hold(watch)
@@ -324,6 +325,7 @@ class Engine:
             if held.arrived:
                 self._withdraw(held.keys[0])
         elif isinstance(held, Watch):
+            self.size -= len(held.prefix) + ENTRY_BYTES
             self._watches[held.prefix].pop(held)
             if not self._watches[held.prefix]:
                 del self._watches[held.prefix]

@@ -21,13 +21,6 @@ __all__ = ["Objects"]
 Place = tuple[type[Machine], bytes]
 
 
-class _Held(NamedTuple):
-    """What a machine keeps because of one call."""
-
-    place: Place
-    size: int
-
-
 class _Pending(NamedTuple):
     """A call that waits."""
 
@@ -42,8 +35,8 @@ class Objects:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._machines: dict[Place, Machine] = {}
-        self._pending: dict[str, _Pending] = {}
-        self._held: dict[str, dict[str, _Held]] = {}
+        self._pending: dict[tuple[Place, str], _Pending] = {}
+        self._held: dict[str, dict[tuple[Place, str], int]] = {}
         self._late: dict[Place, set[str]] = {}
 
     def act(self, name: bytes, call: Call, command: Command, owner: Any, deadline: float, tag: object) -> Any:
@@ -52,35 +45,37 @@ class Objects:
         machine = self._machines.get(place) or type(command).machine()
         target = f"{call.session}/{command.call}" if isinstance(command, Undo) else call.id
         if isinstance(command, Undo):
-            self._pending.pop(target, None)  # its waiter was dropped, or is answered by nobody now
-        elif not machine.keeps(target):
-            size = len(name) + len(call.member) + command.weight + 2 * ENTRY_BYTES
-            self._engine.charge(name, size)
-            self._held.setdefault(call.session, {})[target] = _Held(place, size)
+            undone = self._pending.pop((place, target), None)
+            if undone is not None:
+                self._engine.answer_call(undone.waiter, Refused("Undone", {}))
+        else:
+            self._make_room(place, machine, call, command)
         self._looked(place, target)
         self._machines[place] = machine
         step = machine.apply(call, command, self._engine.revision + 1)
-        self._settle(machine, call.session, target)
+        self._settle(place, machine, call.session, target)
         self._follow_up(place, machine, step)
         if isinstance(step.outcome, (Done, Refused)):
             return step.outcome
         waiter = self._engine.park_call(name, owner, deadline, tag)
-        self._pending[call.id] = waiter.call = _Pending(call, command, waiter)
+        self._pending[place, call.id] = waiter.call = _Pending(call, command, waiter)
         return waiter
 
     def why(self, waiter: Waiter) -> Waiting:
         """Say what a call waits for, when its waiter has ended by its deadline."""
         call, command, _ = waiter.call
-        self._pending.pop(call.id, None)
-        return self._machines[type(command).machine, waiter.keys[0]].why(call)
+        place = (type(command).machine, waiter.keys[0])
+        self._pending.pop((place, call.id), None)
+        machine = self._machines.get(place)
+        return Waiting("it was taken back") if machine is None else machine.why(call)
 
     def end(self, session: str) -> None:
         """Tell all machines that a session has ended."""
         held = self._held.pop(session, {})
-        for call_id, (_, size) in held.items():
+        for held_call, size in held.items():
             self._engine.charge(b"", -size)
-            self._pending.pop(call_id, None)
-        places = dict.fromkeys(one.place for one in held.values())
+            self._pending.pop(held_call, None)
+        places = dict.fromkeys(place for place, _ in held)
         for place in list(self._late):
             for call_id in [late for late in self._late[place] if late.startswith(f"{session}/")]:
                 places[place] = None
@@ -103,14 +98,14 @@ class Objects:
             self._engine.revision += 1
         encoded: dict[int, msgspec.Raw] = {}
         for call in step.woken:
-            self._settle(machine, call.session, call.id)
-            pending = self._pending.get(call.id)
+            self._settle(place, machine, call.session, call.id)
+            pending = self._pending.get((place, call.id))
             if pending is None:
                 self._late.setdefault(place, set()).add(call.id)
                 continue
             outcome = machine.apply(call, pending.command, self._engine.revision + 1).outcome
             if isinstance(outcome, (Done, Refused)):
-                del self._pending[call.id]
+                del self._pending[place, call.id]
                 self._engine.answer_call(pending.waiter, _encoded_once(outcome, encoded))
         if machine.idle and place not in self._late:
             self._machines.pop(place, None)
@@ -122,11 +117,22 @@ class Objects:
             if not late:
                 del self._late[place]
 
-    def _settle(self, machine: Machine, session: str, call_id: str) -> None:
+    def _make_room(self, place: Place, machine: Machine, call: Call, command: Command) -> None:
+        """Count what a call will make the machine keep; refuse it, before anything changes, where the store is full."""
+        name, parked = place[1], len(place[1]) + ENTRY_BYTES
+        self._engine.charge(name, parked)  # so that it can wait, if it has to
+        self._engine.charge(name, -parked)
+        if not machine.keeps(call.id):
+            size = parked + len(call.member) + command.weight + ENTRY_BYTES
+            self._engine.charge(name, size + parked)
+            self._engine.charge(name, -parked)
+            self._held.setdefault(call.session, {})[place, call.id] = size
+
+    def _settle(self, place: Place, machine: Machine, session: str, call_id: str) -> None:
         """Stop counting a call of which the machine keeps nothing."""
         held = self._held.get(session)
-        if held is not None and call_id in held and not machine.keeps(call_id):
-            self._engine.charge(b"", -held.pop(call_id).size)
+        if held is not None and (place, call_id) in held and not machine.keeps(call_id):
+            self._engine.charge(b"", -held.pop((place, call_id)))
             if not held:
                 del self._held[session]
 

@@ -33,6 +33,9 @@ __all__ = ["Ledger", "Session", "decode_request"]
 MAX_KEPT, MAX_PUSHES = 8192, 131_072
 """How many answers, and how many pushes, a session may leave unconfirmed; their bytes are counted in a `Ledger`."""
 
+SHARE = 64
+"""When all together keep too much, those go first that keep more than this part of it."""
+
 PUSH_BYTES = 120
 """What a kept push costs beside its own bytes; near enough for a limit."""
 
@@ -122,7 +125,8 @@ class Session:
     @property
     def overdue(self) -> str:
         """Why this client has to go: it confirms nothing, and what is kept for it grows. Empty if all is well."""
-        full = self._ledger.kept > self._ledger.limit and self._kept_bytes > 0
+        ledger = self._ledger
+        full = ledger.kept > (ledger.limit if self._kept_bytes > ledger.limit // SHARE else 2 * ledger.limit)
         if len(self._kept) <= MAX_KEPT and len(self._pushes) <= MAX_PUSHES and not full:
             return ""
         return f"{len(self._kept)} answers, {len(self._pushes)} pushes, {self._kept_bytes} bytes are unconfirmed"

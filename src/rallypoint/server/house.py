@@ -200,6 +200,7 @@ class House:
     # Inside
 
     def _sweep(self) -> None:
+        asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         now = time.monotonic()
         for connection, since in list(self._newcomers.items()):
             if now - since < self.settings.greeting_s:
@@ -210,7 +211,6 @@ class House:
         self.engine.sweep_turns()
         self.tick()
         self._log_refusals()
-        asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
 
     def _log_refusals(self) -> None:
         now, before = (self._refused, self.sessions.refused), self._logged

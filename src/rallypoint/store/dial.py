@@ -17,6 +17,9 @@ from rallypoint.errors import ConnectFailed, RallypointError
 
 __all__ = ["NotOurs", "dial"]
 
+LEAST_S = 0.1
+"""What a step of the greeting gets, however little time is left."""
+
 
 class NotOurs(Exception):
     """The server answered the greeting as PyTorch's does; the connection can be used for its protocol."""
@@ -36,8 +39,7 @@ def dial(endpoint: net.Endpoint, core: Client, deadline: Deadline) -> tuple[sock
     while True:
         sock = net.connect(*endpoint, deadline)
         try:
-            sock.settimeout(max(deadline.remaining(), 0.1))
-            return sock, *_introduce(sock, core, endpoint)
+            return sock, *_introduce(sock, core, endpoint, deadline)
         except NotOurs:
             raise
         except BadMessage as error:
@@ -53,11 +55,14 @@ def dial(endpoint: net.Endpoint, core: Client, deadline: Deadline) -> tuple[sock
         pause_s = min(2 * pause_s, 0.5)
 
 
-def _introduce(sock: socket.socket, core: Client, endpoint: net.Endpoint) -> tuple[float, list[Reply]]:
+def _introduce(
+    sock: socket.socket, core: Client, endpoint: net.Endpoint, deadline: Deadline
+) -> tuple[float, list[Reply]]:
+    sock.settimeout(max(deadline.remaining(), LEAST_S))
     sock.sendall(PREFACE)
     answer = b""
     while len(answer) < len(ACCEPTED):
-        answer += _some(sock, len(ACCEPTED) - len(answer))
+        answer += _some(sock, len(ACCEPTED) - len(answer), deadline)
     if answer == PREFACE[-len(ACCEPTED) :]:
         raise NotOurs(sock)
     if answer != ACCEPTED:
@@ -65,13 +70,16 @@ def _introduce(sock: socket.socket, core: Client, endpoint: net.Endpoint) -> tup
     sock.sendall(core.greet())
     replies: list[Reply] = []
     while not replies:
-        replies = core.receive(_some(sock, 65536))
+        replies = core.receive(_some(sock, 65536, deadline))
     grace_s = core.welcome(replies[0], str(endpoint))
     sock.sendall(core.repeat())
     return grace_s, replies[1:]
 
 
-def _some(sock: socket.socket, most: int) -> bytes:
+def _some(sock: socket.socket, most: int, deadline: Deadline) -> bytes:
+    sock.settimeout(max(deadline.remaining(), LEAST_S))
+    if deadline.expired():
+        raise TimeoutError(f"the greeting took longer than {deadline.timeout_s:g} s")
     data = sock.recv(most)
     if not data:
         raise ConnectionError("the server closed it")

@@ -38,8 +38,8 @@ class Kept(Protocol):
     def read_idle(self) -> None:
         """Take in what came unasked, if nobody else reads."""
 
-    def beat(self) -> None:
-        """Tell the server that this process runs."""
+    def beat(self) -> bool:
+        """Tell the server that this process runs; say whether that was possible now."""
 
 
 class Keeper:
@@ -100,9 +100,8 @@ class Keeper:
 
     def _beat(self, number: int, kept: Kept) -> None:
         now = time.monotonic()
-        if now - self._beaten_at[number] >= kept.beat_s:
+        if now - self._beaten_at[number] >= kept.beat_s and kept.beat():
             self._beaten_at[number] = now
-            kept.beat()
 
     def _mend(self, number: int, reference: weakref.ref[Kept], sock: socket.socket) -> None:
         """Mend a cut, in a thread of its own."""
@@ -112,6 +111,8 @@ class Keeper:
                 kept = reference()
                 if kept is not None:
                     kept.mend(sock)
+                    del kept
+                time.sleep(KEEP_S)  # whoever reads there mends it, too: look again when they should have
             finally:
                 self._mending.discard(number)
 

@@ -82,7 +82,7 @@ def _start(host: str, port: int, multi_tenant: bool, fd: int | None) -> Server:
 
     with _tenants_lock:
         server = _tenants.get((host, port)) if multi_tenant else None
-        if server is None:
+        if server is None or not server.running():
             server = Server(host, port, fd=fd)
             if multi_tenant:
                 _tenants[host, server.port] = server

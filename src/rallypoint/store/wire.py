@@ -9,8 +9,10 @@ A cut is mended by whoever notices it: a reading thread, or, when no call is und
 connects again, resumes the session and repeats what was not answered. When the server has no such session any more, or
 the grace has passed, the wire is over for good: `SessionLost`, or `ServerRestarted` when another server answered.
 
-Locks, always taken in this order: `_reader` (who reads, and mends), `_sender` (the order of requests on the wire),
-`_lock` (the protocol core and the table of slots; held over no I/O).
+Who reads, and mends, is noted in `_reader` by a token of its own, so that a call that is interrupted anywhere can see
+whether it was the reader, and stop being it: a lock could be left held by a signal right after it was taken. Whoever
+reads may take `_sender` (the order of requests on the wire), and either `_lock` (the protocol core, the slots and
+`_reader`; held over no I/O).
 
 A reader that is interrupted (Ctrl-C) may have read what it can deliver to nobody any more. It cuts the connection,
 and what was lost comes again when the session is resumed.
@@ -25,7 +27,8 @@ import copy
 import os
 import socket
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rallypoint import net
@@ -53,17 +56,21 @@ __all__ = ["Wire"]
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, however short the store's timeout is."""
 
-MENDS = 5
-"""How many cuts in a row, with no answer in between, are taken for bad luck."""
+MENDS, IN_A_ROW_S = 5, 0.5
+"""How many cuts in a row, each so soon after the last and with no answer in between, are taken for bad luck."""
 
 
 _forks = 0
 """How many forks lie between this process and the one that imported this module."""
 
 
+_fork_lock = threading.Lock()
+
+
 def _forked() -> None:
-    global _forks
+    global _forks, _fork_lock
     _forks += 1
+    _fork_lock = threading.Lock()
 
 
 os.register_at_fork(after_in_child=_forked)
@@ -84,14 +91,17 @@ class Wire:
         self._begin()
 
     def _begin(self) -> None:
-        self._forks = _forks
-        self._reader, self._sender, self._lock = threading.Lock(), threading.Lock(), threading.Lock()
+        self._reader: object = None
+        """The call or the thread that reads, and mends; None where nobody does."""
+
+        self._sender, self._lock = threading.Lock(), threading.Lock()
         self._slots: dict[int, Slot] = {}
         self._over: RallypointError | None = None
         self._core = Client(net.caller_name())
         self._grace_s = 0.0
-        self._mended = 0
+        self._mended, self._cut_at = 0, float("-inf")
         self._ear = self._connect(Deadline(self._timeout_s))
+        self._forks = _forks
         keeper.start(self)
 
     # Requests
@@ -100,20 +110,31 @@ class Wire:
         """Send a request and wait for its answer, which the server owes us once `wait_s` have passed."""
         if _forks != self._forks:
             self._after_fork()
-        if self._reader.acquire(False):
-            reply = self._ask_alone(operation, kind, arguments, wait_s)
-        else:
-            reply = self._ask_among_others(operation, kind, arguments, wait_s)
+        token = object()
+        try:
+            with self._lock:
+                if self._reader is None:
+                    self._reader = token
+            if self._reader is token:
+                reply = self._ask_alone(operation, kind, arguments, wait_s)
+            else:
+                reply = self._ask_among_others(operation, kind, arguments, wait_s)
+        finally:
+            if self._reader is token:
+                self._reader = None
+                if self._slots:
+                    self._wake_another()
         return reply.result if reply.status == Status.OK else self._failed(reply)
 
     def _ask_alone(self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float) -> Reply:
-        """Ask and read, the reader's lock being held; release it."""
+        """Ask and read, being the reader."""
         number = 0
         try:
-            with self._sender:  # and the reader's lock: so nobody else is at the core
+            with self._sender:  # and we read: so nobody else is at the core
                 if self._over is not None:
                     raise _again(self._over)
-                number, request = self._core.ask(kind, *arguments)
+                number = self._core.number
+                request = self._core.ask(kind, *arguments)
                 self._send(request)
                 ear = self._ear
             data = ear.hear_soon()
@@ -129,10 +150,6 @@ class Wire:
                 self._ear.socket.close()
             self._abandon(number)
             raise
-        finally:
-            self._reader.release()
-            if self._slots:
-                self._wake_another()
 
     def _read_on(self, ear: Ear, data: bytes | None, number: int, operation: str, wait_s: float) -> Reply:
         """When more than our answer came, or none yet, or a cut: take the part of one reader among others."""
@@ -153,8 +170,8 @@ class Wire:
         deadline = Deadline(self._patience_s + wait_s)
         try:
             with self._sender:
-                number, request = self._number(kind, arguments, slot)
-                self._send(request)
+                number = self._core.number
+                self._send(self._number(kind, arguments, slot))
             return self._await(slot, operation, deadline)
         except BaseException:
             self._abandon(number)
@@ -178,25 +195,32 @@ class Wire:
             self._after_fork()
         slots = [Slot() for _ in calls]
         deadline = Deadline(self._patience_s)
-        with self._sender:
-            asked = [self._number(kind, args, slot) for (kind, args), slot in zip(calls, slots, strict=True)]
-            self._send(b"".join(request for _, request in asked))
+        first = 1 << 62
         try:
+            with self._sender:
+                first = self._core.number
+                requests = [self._number(kind, args, slot) for (kind, args), slot in zip(calls, slots, strict=True)]
+                self._send(b"".join(requests))
             replies = [self._await(slot, "pipeline", deadline) for slot in slots]
+        except BaseException:
+            with self._lock:
+                for number in range(first, first + len(calls)):
+                    self._core.forget(number)
+            raise
         finally:
-            for number, _ in asked:
+            for number in range(first, first + len(calls)):
                 self._slots.pop(number, None)
             self._wake_another()
         return [reply.result if reply.status == Status.OK else self._failed(reply) for reply in replies]
 
-    def _number(self, kind: type[Request], arguments: tuple[Any, ...], slot: Slot | None = None) -> tuple[int, bytes]:
+    def _number(self, kind: type[Request], arguments: tuple[Any, ...], slot: Slot | None = None) -> bytes:
+        """Number a request, the sender's lock being held; return what to send."""
         with self._lock:
             if self._over is not None:
                 raise _again(self._over)
-            numbered = self._core.ask(kind, *arguments)
             if slot is not None:
-                self._slots[numbered[0]] = slot
-            return numbered
+                self._slots[self._core.number] = slot
+            return self._core.ask(kind, *arguments)
 
     def _send(self, request: bytes) -> None:
         """Send, the sender's lock being held; what a cut swallows is repeated by whoever mends it."""
@@ -224,7 +248,7 @@ class Wire:
         with contextlib.suppress(OSError, RallypointError), self._sender:
             with self._lock:
                 self._core.forget(number)
-            self._send(self._number(native.Drop, (number,))[1])
+            self._send(self._number(native.Drop, (number,)))
 
     # What the keeper calls
 
@@ -232,18 +256,13 @@ class Wire:
         """Return the socket and whether what comes there is for nobody who reads; None when all is over."""
         if self._over is not None:
             return None
-        return self._ear.socket, bool(self._slots) and not self._reader.locked()
+        return self._ear.socket, bool(self._slots) and self._reader is None
 
     def mend(self, sock: socket.socket) -> None:
         """Mend a cut of this socket, unless somebody does or did so."""
-        if not self._reader.acquire(timeout=keeper.KEEP_S):
-            return
-        try:
-            if self._ear.socket is sock:
+        with self._reading() as reads:
+            if reads and self._ear.socket is sock:
                 self._mend()
-        finally:
-            self._reader.release()
-        self._wake_another()
 
     # Watches, and the end
 
@@ -256,8 +275,8 @@ class Wire:
         early: list[Event] = []  # after a cut they come before the answer, which is asked for again
         try:
             with self._sender:
-                number, request = self._number(native.Watch, (prefix,), slot)
-                self._send(request)
+                number = self._core.number
+                self._send(self._number(native.Watch, (prefix,), slot))
             while isinstance(answer := self._next(slot, "watch", Deadline(self._patience_s)), Event):
                 early.append(answer)
         except BaseException:
@@ -300,10 +319,13 @@ class Wire:
             self._ear.socket.close()
             return
         if self._over is None and self._sender.acquire(timeout=1.0):
-            with contextlib.suppress(OSError, RallypointError):
+            try:
                 self._ear.socket.settimeout(1.0)
-                self._ear.socket.sendall(self._number(native.Bye, ())[1])
-            self._sender.release()
+                self._ear.socket.sendall(self._number(native.Bye, ()))
+            except (OSError, RallypointError):
+                pass
+            finally:
+                self._sender.release()
         self._end(StoreClosed(store=self.label))
 
     def __del__(self) -> None:
@@ -311,6 +333,20 @@ class Wire:
             self.close()
 
     # Waiting and reading
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[bool]:
+        """Be the reader in this block, if nobody else is: yields whether. Then let another read on."""
+        token = object()
+        try:
+            with self._lock:
+                if self._reader is None:
+                    self._reader = token
+            yield self._reader is token
+        finally:
+            if self._reader is token:
+                self._reader = None
+                self._wake_another()
 
     def _await(self, slot: Slot, operation: str, deadline: Deadline) -> Reply:
         """Return the answer that comes for a slot."""
@@ -321,12 +357,10 @@ class Wire:
     def _next(self, slot: Slot, operation: str, deadline: Deadline) -> Reply | Event:
         """Return what comes next for a slot, reading for all if nobody else does."""
         while not slot.answers and not deadline.expired():
-            if self._reader.acquire(False):
-                try:
+            with self._reading() as reads:
+                if reads:
                     self._read(slot, deadline)
-                finally:
-                    self._reader.release()
-            else:
+            if not reads:
                 self._follow(slot, deadline)
         if not slot.answers:
             why = f"no answer within {deadline.timeout_s:g} s"
@@ -344,16 +378,18 @@ class Wire:
             if slot.bell is None:
                 slot.bell = threading.Lock()
                 slot.bell.acquire()
-        if not slot.answers and self._reader.locked():
-            slot.wait(deadline.remaining())
-        slot.waiting = False
+        try:
+            if not slot.answers and self._reader is not None:
+                slot.wait(deadline.remaining())
+        finally:
+            slot.waiting = False
 
     def _wake_another(self) -> None:
         """When we stop reading, somebody who waits must go on with it."""
-        if not self._slots or self._reader.locked():
+        if not self._slots or self._reader is not None:
             return
         with self._lock:
-            for slot in self._slots.values():
+            for slot in list(self._slots.values()):
                 if slot.waiting and not slot.answers:
                     slot.ring()
                     return
@@ -382,20 +418,22 @@ class Wire:
 
     def read_idle(self) -> None:
         """Take in what came unasked, if nobody else reads."""
-        if not self._reader.acquire(blocking=False):
-            return
-        try:
-            data = self._ear.hear(0.0)
+        with self._reading() as reads:
+            data = self._ear.hear(0.0) if reads else None
             if data:
                 self._hand_out(data)
-        finally:
-            self._reader.release()
-        self._wake_another()
 
-    def beat(self) -> None:
-        """Tell the server that this process runs."""
-        with contextlib.suppress(OSError), self._sender:
-            self._ear.socket.send(native.frame(native.Beat(0)))
+    def beat(self) -> bool:
+        """Tell the server that this process runs, unless a cut is being mended; say whether that was done."""
+        if not self._sender.acquire(blocking=False):
+            return False
+        try:
+            self._ear.socket.send(native.frame(native.Beat(0)), socket.MSG_DONTWAIT)
+        except OSError:
+            return False
+        finally:
+            self._sender.release()
+        return True
 
     def _hand_out(self, data: bytes) -> None:
         """Deliver what came."""
@@ -450,11 +488,13 @@ class Wire:
         return Ear(sock)
 
     def _mend(self) -> None:
-        """After a cut: resume within the grace, or end. The reader's lock is held."""
+        """After a cut: resume within the grace, or end. We are the reader."""
         if self._over is not None:
             return
         deadline = Deadline(self._grace_s)
-        self._mended += 1
+        cut_at = time.monotonic()
+        self._mended = self._mended + 1 if cut_at < self._cut_at + IN_A_ROW_S else 1
+        self._cut_at = cut_at
         with self._sender:
             self._ear.socket.close()
             try:
@@ -462,6 +502,8 @@ class Wire:
                     why = f"it was cut {MENDS} times in a row, without an answer in between"
                     raise ConnectionLost(peer=self._peer, operation="reconnecting", why=why)
                 self._ear = self._connect(deadline)
+                if self._over is not None:
+                    self._ear.socket.close()  # closed meanwhile
                 return
             except ConnectFailed as error:
                 over: RallypointError = SessionLost(peer=self._peer, why=f"cut for {self._grace_s:g} s; {error}")
@@ -477,7 +519,7 @@ class Wire:
         with self._lock:
             if self._over is None:
                 self._over = reason
-            for slot in self._slots.values():
+            for slot in list(self._slots.values()):
                 slot.give(self._over)
         with contextlib.suppress(OSError):
             self._ear.socket.shutdown(socket.SHUT_RDWR)
@@ -485,8 +527,10 @@ class Wire:
 
     def _after_fork(self) -> None:
         """In a forked child: leave the parent's session to the parent, and begin one of our own."""
-        self._ear.socket.close()
-        self._begin()
+        with _fork_lock:
+            if self._forks != _forks:
+                self._ear.socket.close()
+                self._begin()
 
 
 def _again(error: RallypointError) -> RallypointError:
