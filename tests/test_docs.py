@@ -21,6 +21,10 @@ SAYS = {
     "store.py": "missing: rank2",
     "work_queue.py": "left over: 0",
     "watch.py": "worker/bob is gone",
+    "barrier.py": "node-a: 2 of 3 members are here; missing: node-c",
+    "exchange.py": "10.0.0.2:4711, 10.0.0.3:4711, seed 42",
+    "lock.py": "the next one holds it, with a larger fence: True",
+    "group.py": "bob lost: lost: its session ended",
 }
 """Every example, and a line that it must print."""
 
@@ -65,6 +69,7 @@ def test_readme_python():
                 assert store.queue_len("shards") == 0
     assert "wait timed out after 0.5 s: still missing 'rank3/ready', 1 of 2 keys in <TCPStore" in printed.getvalue()
     assert "('rank3/ready',)" in printed.getvalue()
+    assert "epoch' in <TCPStore" in printed.getvalue() and "missing: node-b, node-c" in printed.getvalue()
 
 
 def test_readme_names_what_exists():

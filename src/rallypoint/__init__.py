@@ -8,6 +8,10 @@ or by its class: `TCPStore`, `FileStore`, `HashStore`, all with the names and si
 `PrefixStore` to see any of them through a key prefix. `set`, `get` (which waits), `add`, `wait`, `queue_push` and
 `queue_pop` are what most programs need; `swap`, `watch`, `lease` and `delete_prefix` go further.
 
+On a store, the processes of a job come together: `Barrier` waits for everybody and names who is missing, `Exchange`
+gives every rank what all have given, `Lock` has one holder and dies with it, `Group` knows who is in and tells who
+comes and goes. They live on our server, or on any store that there is.
+
 A server is a process of its own: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
 program. Unmodified PyTorch programs use it as their TCPStore.
 
@@ -22,11 +26,18 @@ from typing import TYPE_CHECKING, Any
 from rallypoint.core.records import Swap
 from rallypoint.errors import (
     AddressTaken,
+    BadDeviceMap,
     ConnectFailed,
     ConnectionLost,
     CorruptFile,
+    Disagreement,
     LimitExceeded,
+    MeetingError,
+    MembersLost,
+    MembersMissing,
+    NameTaken,
     NetworkError,
+    NotAMember,
     NotAnInteger,
     QueueEmpty,
     RallypointError,
@@ -47,6 +58,10 @@ from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import connect
 
 if TYPE_CHECKING:
+    from rallypoint.recipes.barrier import Barrier
+    from rallypoint.recipes.exchange import Exchange
+    from rallypoint.recipes.group import Group
+    from rallypoint.recipes.lock import Lock
     from rallypoint.spawn import Server
     from rallypoint.store.file import FileStore
 
@@ -65,6 +80,11 @@ __all__ = [
     "Change",
     "Lease",
     "Pipeline",
+    # coming together
+    "Barrier",
+    "Exchange",
+    "Lock",
+    "Group",
     # the server
     "Server",
     # errors
@@ -79,6 +99,13 @@ __all__ = [
     "Unsupported",
     "StoreClosed",
     "CorruptFile",
+    "MeetingError",
+    "MembersMissing",
+    "MembersLost",
+    "NotAMember",
+    "Disagreement",
+    "NameTaken",
+    "BadDeviceMap",
     "NetworkError",
     "ConnectFailed",
     "ConnectionLost",
@@ -90,7 +117,14 @@ __all__ = [
 
 
 # What most programs never touch is imported when it is first asked for.
-_LAZY = {"Server": "rallypoint.spawn", "FileStore": "rallypoint.store.file"}
+_LAZY = {
+    "Server": "rallypoint.spawn",
+    "FileStore": "rallypoint.store.file",
+    "Barrier": "rallypoint.recipes.barrier",
+    "Exchange": "rallypoint.recipes.exchange",
+    "Lock": "rallypoint.recipes.lock",
+    "Group": "rallypoint.recipes.group",
+}
 
 
 def __getattr__(name: str) -> Any:
