@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks import barrier, client, connect, orientation, startup, throughput
+from benchmarks import barrier, client, connect, meeting, orientation, startup, throughput
 from benchmarks.rig import CORES, Missing, pin, say
 from benchmarks.table import table
 
@@ -21,6 +21,7 @@ SUBJECTS = {
     "barrier": barrier,
     "connect": connect,
     "client": client,
+    "meeting": meeting,
     "orientation": orientation,
     "startup": startup,
 }

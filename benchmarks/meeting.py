@@ -1,0 +1,102 @@
+"""Meeting: N members pass a barrier, and exchange 100 bytes each, with ours on our server and torch's on torch's.
+
+Every member has a connection of its own and is a thread of one of four processes. Torch's are
+`torch.distributed.elastic.utils.store.barrier` and `synchronize`.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import rallypoint
+from benchmarks.crowd import NAMES, PATIENCE, Crowd, connect, release
+from benchmarks.rig import PLACEMENTS, Team, in_turn, need, say, team
+from benchmarks.servers import Running, serving
+from benchmarks.table import Line, Target
+
+TITLE = "Meeting: barriers and exchanges of N members"
+NOTES = (
+    "Time from the start signal until the last member is through; all are connected beforehand. Less is better. The "
+    "members' own work, N Python threads in 4 processes, is in both figures."
+)
+PROCESSES = 4
+SIZES = (16, 64, 256, 1000)
+DATA = b"x" * 100
+TARGETS = {("barrier", 256): 0.7, ("barrier", 1000): 0.7, ("exchange", 1000): 0.3}
+
+
+def run(quick: bool) -> list[Line]:
+    """Measure every size at every placement."""
+    need("torch")
+    lines = []
+    for size in SIZES[:2] if quick else SIZES:
+        rounds = 2 if quick else 9
+        with serving(NAMES) as servers, team(PROCESSES, Members, size // PROCESSES, size) as crowds:
+            for placement in PLACEMENTS:
+                placement.put([server.pid for server in servers.values()], crowds.pids)
+                for what in ("barrier", "exchange"):
+                    say(f"  {what} of {size}, {placement.name}")
+                    measure = functools.partial(_once, crowds, servers, what)
+                    ours, theirs = in_turn(NAMES, rounds, measure).values()
+                    at_most = TARGETS.get((what, size))
+                    target = None if at_most is None else Target(at_most=at_most)
+                    lines.append(Line(f"{what} of {size:,}", placement.name, "ms", ours, "torch", theirs, target))
+    return lines
+
+
+_keys = itertools.count()
+
+
+def _once(crowds: Team, servers: dict[str, Running], what: str, name: str) -> float:
+    crowds.ask("arm_meeting", name, servers[name].port, what, f"bench/{next(_keys)}")
+    return release(crowds)
+
+
+class Members(Crowd):
+    """Some of the members of a meeting: the threads of one process."""
+
+    def __init__(self, size: int, world: int) -> None:
+        super().__init__(size)
+        self._world = world
+        self._members: dict[str, list[tuple[int, Any, Any, Any]]] = {}
+
+    def arm_meeting(self, name: str, port: int, what: str, key: str) -> None:
+        """Bring the threads before the gate, to meet behind it; connect them first, if it is the first time."""
+        if name not in self._members:
+            self._members[name] = self._come(name, port)
+        self._arm([self._act_of(name, what, key, *member) for member in self._members[name]])
+
+    def _come(self, name: str, port: int) -> list[tuple[int, Any, Any, Any]]:
+        """Connect all members of this process, which take the next free ranks."""
+        make: Callable[[], Any] = functools.partial(connect, port)
+        if name != "torch":
+            make = functools.partial(rallypoint.TCPStore, "127.0.0.1", port, timeout=PATIENCE)
+        stores = [make() for _ in range(self._size)]
+        first = stores[0].add("bench/ranks", self._size) - self._size
+        if name == "torch":
+            return [(first + number, store, None, None) for number, store in enumerate(stores)]
+        return [
+            (
+                first + number,
+                store,
+                rallypoint.Barrier(store, "bench", self._world),
+                rallypoint.Exchange(store, "bench", self._world),
+            )
+            for number, store in enumerate(stores)
+        ]
+
+    def _act_of(self, name: str, what: str, key: str, rank: int, store: Any, barrier: Any, exchange: Any) -> Any:
+        if name != "torch":
+            if what == "barrier":
+                return functools.partial(barrier.wait, rank)
+            return functools.partial(exchange.all_gather, rank, DATA)
+        from torch.distributed.elastic.utils import store as torchs
+
+        seconds = int(PATIENCE / timedelta(seconds=1))
+        if what == "barrier":
+            return functools.partial(torchs.barrier, store, self._world, key, seconds)
+        return functools.partial(torchs.synchronize, store, DATA, rank, self._world, key, seconds)
