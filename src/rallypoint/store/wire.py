@@ -147,7 +147,7 @@ class Wire:
             return self._read_on(ear, data, number, operation, wait_s)
         except BaseException as error:
             if not isinstance(error, RallypointError):
-                self._ear.socket.close()
+                self._cut()
             self._abandon(number)
             raise
 
@@ -232,8 +232,13 @@ class Wire:
         except OSError:
             sock.close()
         except BaseException:  # Ctrl-C between the bytes of a request: what follows would make no sense
-            sock.close()
+            self._cut()
             raise
+
+    def _cut(self) -> None:
+        """Cut the connection, after an interruption; that says nothing of the server, and is not held against it."""
+        self._cut_at = float("-inf")
+        self._ear.socket.close()
 
     def _failed(self, reply: Reply) -> TimedOut:
         """Return that the time was over, or raise what else went wrong."""
@@ -404,7 +409,7 @@ class Wire:
                 if data is None and deadline.expired():
                     return
         except BaseException:
-            self._ear.socket.close()
+            self._cut()
             raise
         if not slot.answers and self._over is not None:
             slot.give(self._over)
