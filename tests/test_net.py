@@ -331,8 +331,11 @@ def test_a_loopback_request_does_not_listen_on_the_wildcard(opened: ExitStack, h
 
 @pytest.mark.parametrize(("asked", "other"), [("0.0.0.0", "::1"), ("::", "127.0.0.1"), ("::1", "127.0.0.1")])
 def test_one_family_leaves_the_other_alone(opened: ExitStack, asked: str, other: str) -> None:
-    (sock,) = (opened.enter_context(sock) for sock in listen([asked], 0))
-    assert not accepts(other, port_of(sock))
+    family = socket.AF_INET6 if ":" in other else socket.AF_INET
+    with socket.socket(family) as held:  # so that no other program listens there, and no caller calls from there
+        held.bind((other, 0))
+        (sock,) = (opened.enter_context(sock) for sock in listen([asked], port_of(held)))
+        assert not accepts(other, port_of(sock))
     opened.enter_context(listen([other], port_of(sock))[0])
 
 
