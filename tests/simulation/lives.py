@@ -100,7 +100,7 @@ class Lives:
             if isinstance(outcome, Done) and not outcome.answer:
                 outcome = how
             elif isinstance(outcome, Done):
-                outcome = Done(outcome.answer[0] if isinstance(command, Give) else None)
+                outcome = Done(outcome.answer[0])
         self.ledger.end(entry, outcome)
 
     def _lock(self, process: Process, line: Line) -> Life:

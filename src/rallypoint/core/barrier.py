@@ -59,7 +59,7 @@ class Arrive(Command, tag="barrier.arrive"):
 
 
 class Withdraw(Undo, tag="barrier.withdraw"):
-    """Take an arrival back; answered by whether it was too late for that, the barrier having opened."""
+    """Take an arrival back, unless the barrier has opened."""
 
 
 class Broken(Struct, array_like=True):
@@ -169,9 +169,9 @@ class Barrier(Machine, kw_only=True):
                 self.withdrawn[there.member] = None
             if not self.calls:
                 self.withdrawn = {}  # there is nobody to tell
-            return Step(Done(False), True)
+            return Step(Done(), True)
         over = self._how_it_ended(call, arrival)
-        return Step(over if isinstance(over, Refused) else Done(over is not None))
+        return Step(Done([None]) if over == Done() else over or Done())
 
     def _gone(self, call: Call) -> bool:
         """Take out a call, and say whether its member is here no more."""

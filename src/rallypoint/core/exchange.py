@@ -52,7 +52,7 @@ class Give(Command, tag="exchange.give"):
 
 
 class TakeBack(Undo, tag="exchange.take_back"):
-    """Take back what was given; answered by a refusal or a list of the result if the round has ended meanwhile."""
+    """Take back what was given, unless the round has ended."""
 
 
 class Exchange(Machine, kw_only=True):

@@ -76,7 +76,11 @@ class Command(Struct, array_like=True):
 
 
 class Undo(Command):
-    """Take back an earlier call of the same session: a wait, or what it has got."""
+    """Take back an earlier call of the same session: a wait, or what it has got.
+
+    Where the call has come true and that stands, the answer is a list with the call's own answer in it, or what it was
+    refused for. Any other answer says that it is taken back.
+    """
 
     call: int
 

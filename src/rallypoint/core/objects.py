@@ -120,12 +120,10 @@ class Objects:
     def _make_room(self, place: Place, machine: Machine, call: Call, command: Command) -> None:
         """Count what a call will make the machine keep; refuse it, before anything changes, where the store is full."""
         name, parked = place[1], len(place[1]) + ENTRY_BYTES
-        self._engine.charge(name, parked)  # so that it can wait, if it has to
+        size = 0 if machine.keeps(call.id) else parked + len(call.member) + command.weight + ENTRY_BYTES
+        self._engine.charge(name, size + parked)  # the latter is needed if it has to wait
         self._engine.charge(name, -parked)
-        if not machine.keeps(call.id):
-            size = parked + len(call.member) + command.weight + ENTRY_BYTES
-            self._engine.charge(name, size + parked)
-            self._engine.charge(name, -parked)
+        if size:
             self._held.setdefault(call.session, {})[place, call.id] = size
 
     def _settle(self, place: Place, machine: Machine, session: str, call_id: str) -> None:

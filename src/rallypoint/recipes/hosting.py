@@ -71,7 +71,6 @@ class Object:
             raise ValueError(f"the name of a {kind} must be a text, not {name!r}")
         self.name = name
         self.thing = f"{kind} {name!r}"
-        self._kind = kind
         self._host = host_of(store)
         self._default_s = store.timeout.total_seconds() if hasattr(store, "timeout") else 300.0
 
@@ -92,15 +91,13 @@ class Object:
         """
         call = next(Object._calls)
         try:
-            waiting = Waiting("")
             while True:
-                outcome = self.act(member, call, command, min(deadline.remaining(), PROGRESS_S))
-                if isinstance(outcome, Done):
-                    return call, outcome.answer
-                waiting = outcome
+                waiting = self.act(member, call, command, min(deadline.remaining(), PROGRESS_S))
+                if isinstance(waiting, Done):
+                    return call, waiting.answer
                 if deadline.expired():
                     break
-                self._say(member, outcome, deadline, progress)
+                self._say(member, waiting, deadline, progress)
         except MeetingError:
             raise
         except BaseException:
@@ -108,9 +105,8 @@ class Object:
                 self.act(member, next(Object._calls), undo(call), 0.0)
             raise
         late = self.act(member, next(Object._calls), undo(call), 0.0)
-        assert isinstance(late, Done)
-        if late.answer:
-            return call, late.answer
+        if isinstance(late, Done) and isinstance(late.answer, list):
+            return call, late.answer[0]
         raise MembersMissing(
             thing=f"{self.thing} in {self._host.label}",
             member=member,

@@ -114,6 +114,7 @@ class House:
             "waiting": engine.waiters,
             "watches": engine.watches,
             "leased_keys": engine.leased_keys,
+            "objects": self.sessions.objects.statistics(),
             "bytes": engine.size + self._held + self.sessions.ledger.kept,
             "max_bytes": self.settings.max_memory,
             "revision": engine.revision,
