@@ -399,6 +399,40 @@ class BadDeviceMap(MeetingError, ValueError):
         )
 
 
+class RankTaken(MeetingError, ValueError):
+    """Two nodes ask for one rank; `other` is who came first."""
+
+    thing: str
+    rank: int
+    member: str
+    other: str
+
+    def __init__(self, *, thing: str, rank: int, member: str, other: str) -> None:
+        super().__init__(
+            f"{thing}: {member!r} asks for rank {rank}, which {other} has asked for already. Give each node its own.",
+            thing=thing,
+            rank=rank,
+            member=member,
+            other=other,
+        )
+
+
+class RunClosed(MeetingError):
+    """The run has ended, and this is its `result`: for one that waited in reserve, the job is done."""
+
+    thing: str
+    result: str
+    reason: str
+
+    def __init__(self, *, thing: str, result: str, reason: str) -> None:
+        super().__init__(
+            f"{thing} was closed with the result {result!r}: {reason}. Open it again to begin a new run under this name.",
+            thing=thing,
+            result=result,
+            reason=reason,
+        )
+
+
 class NetworkError(RallypointError, ConnectionError):
     """The other side could not be asked, or went away."""
 

@@ -31,7 +31,7 @@ class Host:
         self.objects = Objects(self.engine)
 
     def act(self, session: str, number: int, command: Command, name: bytes = b"/o") -> Any:
-        return self.objects.act(name, Call(session, session, number), command, session, 9.0, number)
+        return self.objects.act(name, Call(session, session, number), command, session, 0.0, 9.0, number)
 
     def look_away(self, waiter: Waiter) -> Waiting:
         """Let a wait end by its deadline; its call is then between two looks."""
@@ -40,7 +40,7 @@ class Host:
 
     def end(self, session: str) -> None:
         self.engine.end(session)
-        self.objects.end(session)
+        self.objects.end(session, 0.0)
 
     def answers(self) -> list[tuple[Any, Any]]:
         return [(waiter.tag, answer) for waiter, answer in self.engine.take()]

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.core.machine import WAIT, Call, Done, Refused
+from rallypoint.core.machine import WAIT, Call, Done, Refused, Step
 from rallypoint.core.roster import KEPT, Join, Leave, Look, Roster, Watch
 
 
@@ -62,7 +62,7 @@ def test_a_view_is_plain_data_and_stays_as_it_was() -> None:
 
 def test_who_looks_leaves_nothing_behind() -> None:
     roster = joined()
-    assert roster.apply(Call("z", "z", 1), Look(), 1) == (Done({"epoch": 0, "members": {}}), False, ())
+    assert roster.apply(Call("z", "z", 1), Look(), 1) == Step(Done({"epoch": 0, "members": {}}))
     assert roster.idle
 
 

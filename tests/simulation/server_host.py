@@ -120,7 +120,7 @@ class ServerHost:
                 self.engine.drop(waiter)
         else:
             key, call, command, wait_s = request
-            outcome = self.objects.act(key.encode(), call, command, session, self.world.now + wait_s, (session, tag))
+            outcome = self.objects.act(key.encode(), call, command, session, self.world.now, wait_s, (session, tag))
             if not isinstance(outcome, Waiter):
                 self._reply(session, tag, outcome)
             elif wait_s <= 0:
@@ -151,7 +151,7 @@ class ServerHost:
         for place in [place for place in self.parked if place[0] == session]:
             del self.parked[place]
         before = {place: copy.deepcopy(machine) for place, machine in self.objects._machines.items()}
-        self.objects.end(session)
+        self.objects.end(session, self.world.now)
         for place, machine in before.items():
             check_loss(machine, self.objects._machines.get(place) or type(machine)(), session)
         self._drain()

@@ -30,15 +30,14 @@ from rallypoint.core.machine import (
     Undo,
     Waiting,
     disagreement,
+    listed,
+    waiting_for,
 )
 
 __all__ = ["Arrive", "Barrier", "Broken", "Members", "Withdraw", "broken_for", "names_of"]
 
 Members = Annotated[int, Meta(ge=1, le=MAX_MEMBERS)] | Annotated[list[Name], Meta(min_length=1, max_length=MAX_MEMBERS)]
 """How many members there are, who are then called 0 to n-1, or their names."""
-
-SHOWN = 100
-"""How many names a reason lists."""
 
 
 def names_of(members: int | list[str]) -> list[str]:
@@ -101,23 +100,24 @@ class Barrier(Machine, kw_only=True):
         """Arrive, look, or withdraw."""
         if isinstance(command, Withdraw):
             return self._withdraw(call, f"{call.session}/{command.call}")
-        if call.id in self.calls:
-            return Step(Done() if call.id in self.passing else WAIT)
-        over = self._how_it_ended(call, call.id)
+        call_id = call.id
+        if call_id in self.calls:
+            return Step(Done() if call_id in self.passing else WAIT)
+        over = self._how_it_ended(call, call_id)
         if over is not None:
             return Step(over)
         refusal = self._refuse(call, command.members)
         if refusal is not None:
             return Step(refusal)
         self.members = command.members
-        self.calls[call.id] = call
+        self.calls[call_id] = call
         self.arrived[call.member] = self.arrived.get(call.member, 0) + 1
         self.withdrawn.pop(call.member, None)
         if not command.waits:
-            self.passing[call.id] = None
+            self.passing[call_id] = None
         if len(self.arrived) < (self.members if isinstance(self.members, int) else len(set(self.members))):
             return Step(WAIT if command.waits else Done(), True)
-        return Step(Done(), True, [other for other in self._end([]) if other != call])
+        return Step(Done(), True, [other for other in self._end([]) if other is not call], Done())
 
     def lost(self, session: str, stamp: int) -> Step:
         """Break the round if a member that had arrived is here no more."""
@@ -125,7 +125,9 @@ class Barrier(Machine, kw_only=True):
         if not theirs:
             return Step(Done())
         lost = [str(call) for call in theirs if self._gone(call)]
-        return Step(Done(), True, self._end(lost) if lost else ())
+        if not lost:
+            return Step(Done(), True)
+        return Step(Done(), True, self._end(lost), Refused("MembersLost", {"lost": lost}))
 
     def keeps(self, call_id: str) -> bool:
         """Say whether a call waits."""
@@ -139,13 +141,7 @@ class Barrier(Machine, kw_only=True):
         """Name the missing."""
         names = names_of(self.members)
         missing = [name for name in names if name not in self.arrived]
-        reason = f"{len(self.arrived)} of {len(names)} members are here; missing: {', '.join(missing[:SHOWN])}"
-        if len(missing) > SHOWN:
-            reason += f" and {len(missing) - SHOWN} more"
-        gone = [name for name in missing if name in self.withdrawn]
-        if gone:
-            reason += f" (came, and gave up: {', '.join(gone[:SHOWN])})"
-        return Waiting(reason, missing, gone)
+        return waiting_for(f"{len(self.arrived)} of {len(names)} members are here", missing, self.withdrawn)
 
     @property
     def idle(self) -> bool:
@@ -185,7 +181,9 @@ class Barrier(Machine, kw_only=True):
 
     def _end(self, lost: list[str]) -> list[Call]:
         """End the round; return those who waited for that."""
-        waited = [call for call in self.calls.values() if call.id not in self.passing]
+        waited = list(self.calls.values())
+        if self.passing:
+            waited = [call for call in waited if call.id not in self.passing]
         if lost:
             self.broken.update(broken_for(self.calls.values(), lost))
         else:
@@ -207,4 +205,4 @@ Arrive.machine = Withdraw.machine = Barrier
 def _told(members: int | list[str]) -> str:
     if isinstance(members, int):
         return f"{members} members, 0 to {members - 1}"
-    return f"{len(members)} members: {', '.join(members[:SHOWN])}{', ...' if len(members) > SHOWN else ''}"
+    return f"{len(members)} members: {listed(members)}"

@@ -82,7 +82,7 @@ class Sessions:
             return
         session.link = None
         if session.over:
-            self._end(session)
+            self._end(session, now)
         else:
             session.suspend()
             self._away[session] = now + self.grace_s
@@ -91,7 +91,7 @@ class Sessions:
         """End the sessions whose grace is over, and return them."""
         ended = [session for session, _ in takewhile(lambda away: away[1] <= now, self._away.items())]
         for session in ended:
-            self._end(session)
+            self._end(session, now)
         for session in list(self._beating):
             session.expire(now)
         return ended
@@ -101,14 +101,14 @@ class Sessions:
         beats = min((session.next_end() for session in self._beating), default=float("inf"))
         return min(beats, next(iter(self._away.values()), float("inf")))
 
-    def _end(self, session: Session) -> None:
+    def _end(self, session: Session, now: float) -> None:
         session.over = True
         self._away.pop(session, None)
         self._beating.pop(session, None)
         self._sessions.pop(session.id, None)
         session.give_back()
         self._engine.end(session)
-        self.objects.end(session.serial)
+        self.objects.end(session.serial, now)
 
 
 class Caller:

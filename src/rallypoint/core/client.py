@@ -122,6 +122,11 @@ class Client:
         self._open[number] = request
         return sent
 
+    @property
+    def owes(self) -> bool:
+        """Whether there is more than a little to confirm."""
+        return self._unconfirmed >= CONFIRM_EVERY
+
     def confirm(self) -> bytes:
         """Return what tells the server to forget what was delivered, or nothing when that was little."""
         if self._unconfirmed < CONFIRM_EVERY:

@@ -293,9 +293,10 @@ class Engine:
             self._unpark(waiter)
             self.outbox.append((waiter, answer))
 
-    def charge(self, name: bytes, amount: int) -> None:
-        """Count bytes that a shared object keeps, or no longer keeps; refuse to if the store is full."""
-        self._grow(name, amount)
+    def charge(self, name: bytes, amount: int, spare: int = 0) -> None:
+        """Count bytes that a shared object keeps, or no longer; refuse to if there is no room for these and more."""
+        self._grow(name, amount + spare)
+        self.size -= spare
 
     # What a host calls beside the operations
 

@@ -10,22 +10,27 @@ Rules
   once, and where it runs, for people. `apply` may see the same call again, after a lost race, after a cut, or because
   its caller looks whether the wait is over: it then changes nothing and returns what is true now.
 - `apply` returns a `Step`: the outcome (an answer, a refusal, or `WAIT`), whether the state changed, and the calls that
-  were waiting and should look again. Only those are looked at, so a round of n members costs n steps.
+  were waiting and should look again, or what they all come to. Only those are looked at, so a round of n members costs
+  n steps.
 - `lost(session)` takes out everything that hangs on a session.
 - `stamp` is a number that the host makes larger with every change of the state, for ever, also over the end of a
   machine: numbers that must never come twice are taken from it.
 - `why(call)` says what a waiting call waits for; it may cost more than a step, for it is asked only now and then.
 - A machine that is `idle` has nothing to remember, and may be dropped.
+- What has to happen after a while is an `alarm`: a number, and a duration. Whoever hosts the machine lets it `ring`
+  when that much time has passed, by its own clock, since it first saw the number.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from msgspec import Meta, Struct
 
 __all__ = [
+    "MAX_MEMBERS",
+    "MAX_NAME",
     "WAIT",
     "Call",
     "Command",
@@ -38,10 +43,18 @@ __all__ = [
     "Undo",
     "Waiting",
     "disagreement",
+    "listed",
+    "waiting_for",
 ]
 
 MAX_NAME = 256
+"""How many characters a name may have."""
+
 MAX_MEMBERS = 65_536
+"""How many members an object may have."""
+
+SHOWN = 100
+"""How many names a reason lists."""
 
 Name = Annotated[str, Meta(max_length=MAX_NAME)]
 """What a member goes by."""
@@ -118,6 +131,11 @@ class Waiting(NamedTuple):
     reason: str
     missing: Sequence[str] = ()
     withdrawn: Sequence[str] = ()
+    waited_s: float = 0.0
+    """For how long, as its caller measures it: a machine sees no clock."""
+
+    stands_by: bool = False
+    """Whether it waits in reserve, so that no time-out should end it."""
 
 
 class Step(NamedTuple):
@@ -126,6 +144,11 @@ class Step(NamedTuple):
     outcome: Outcome
     changed: bool = False
     woken: Iterable[Call] = ()
+    told: Done | Refused | None = None
+    """What all the woken come to, where that is one and the same: they need not look."""
+
+    dropped: Iterable[Call] = ()
+    """Other calls that were in the state, and are no more."""
 
 
 class Machine(Struct):
@@ -153,10 +176,36 @@ class Machine(Struct):
         """Say what a waiting call waits for."""
         raise NotImplementedError
 
+    def ring(self, alarm: int, stamp: int) -> Step:
+        """Do what is due when the alarm of that number has been set for its time; nothing where it is another's."""
+        raise NotImplementedError
+
+    @property
+    def alarm(self) -> tuple[int, float] | None:
+        """The number of the alarm that is set, and for how many seconds from when it was."""
+        return None
+
     @property
     def idle(self) -> bool:
         """Whether there is nothing to remember."""
         raise NotImplementedError
+
+    @property
+    def lasts(self) -> bool:
+        """Whether it should be remembered for a while, though idle."""
+        return False
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return names in a row, and how many more there are where they are many."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
+
+
+def waiting_for(so_far: str, missing: Sequence[str], withdrawn: Container[str]) -> Waiting:
+    """Say who has not come, after how far it is, and which of them came and gave up."""
+    gone = [name for name in missing if name in withdrawn]
+    gave_up = f" (came, and gave up: {listed(gone)})" if gone else ""
+    return Waiting(f"{so_far}; missing: {listed(missing)}{gave_up}", missing, gone)
 
 
 def disagreement(what: str, mine: str, theirs: str, other: Call) -> Refused:

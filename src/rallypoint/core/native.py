@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import msgspec
 from msgspec import Meta, Struct
 
-from rallypoint.core import barrier, c10d, exchange, lock, roster
+from rallypoint.core import barrier, c10d, exchange, lock, rendezvous, roster
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
 from rallypoint.core.machine import Name
@@ -234,6 +234,8 @@ Commands = (
     | exchange.Give | exchange.TakeBack
     | lock.Acquire | lock.Look | lock.Release
     | roster.Join | roster.Leave | roster.Watch | roster.Look
+    | rendezvous.Join | rendezvous.Withdraw | rendezvous.Leave | rendezvous.Watch
+    | rendezvous.Close | rendezvous.Open | rendezvous.Look
 )  # fmt: skip
 """What can be asked of a shared object."""
 

@@ -32,6 +32,7 @@ from rallypoint.core.machine import (
     Step,
     Undo,
     Waiting,
+    listed,
 )
 
 __all__ = ["Join", "Leave", "Look", "Roster", "Watch"]
@@ -39,7 +40,6 @@ __all__ = ["Join", "Leave", "Look", "Roster", "Watch"]
 KEPT = 256
 """How many events are remembered."""
 
-SHOWN = 100
 MAX_DEVICES = 1024
 
 DeviceMap = Annotated[dict[Name, Name], Meta(max_length=MAX_DEVICES)]
@@ -149,8 +149,7 @@ class Roster(Machine, kw_only=True, dict=True):
     def why(self, call: Call) -> Waiting:
         """Say that nothing has changed, and who is here."""
         names = list(self.members)
-        more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-        here = f"{len(names)} members: {', '.join(names[:SHOWN])}{more}" if names else "no members"
+        here = f"{len(names)} members: {listed(names)}" if names else "no members"
         return Waiting(f"nobody came or went since epoch {self.epoch}; {here}")
 
     @property

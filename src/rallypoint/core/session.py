@@ -313,7 +313,7 @@ class Session:
     def _act(self, request: native.Act, now: float) -> Any:
         number, timeout_s = request.number, request.timeout_s
         call = Call(request.member, self.serial, request.call, self.name)
-        outcome = self._objects.act(request.name, call, request.command, self, now + timeout_s, number)
+        outcome = self._objects.act(request.name, call, request.command, self, now, timeout_s, number)
         return self._wait(outcome, number, timeout_s)
 
     def _watch(self, request: native.Watch, now: float) -> Any:

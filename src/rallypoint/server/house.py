@@ -22,6 +22,7 @@ from rallypoint import net
 from rallypoint.core.c10d import Conversation
 from rallypoint.core.caller import Sessions
 from rallypoint.core.engine import Engine
+from rallypoint.core.objects import Objects
 from rallypoint.core.records import show
 from rallypoint.core.session import Ledger, Session
 from rallypoint.server.connection import Connection
@@ -167,7 +168,7 @@ class House:
         while self.engine.outbox:  # an answer whose client is gone may be another's
             for handle, answer in self.engine.take():
                 owner = handle.owner
-                assert isinstance(owner, (Conversation, Session))
+                assert isinstance(owner, (Conversation, Session, Objects))
                 data = owner.answer(handle, answer)
                 if isinstance(owner.link, Connection) and data:
                     owner.link.send(data)

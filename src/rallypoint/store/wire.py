@@ -183,6 +183,8 @@ class Wire:
 
     def confirm(self) -> None:
         """Tell the server now what was delivered here, if that is more than a little."""
+        if not self._core.owes:
+            return
         with self._sender:
             with self._lock:
                 data = self._core.confirm()

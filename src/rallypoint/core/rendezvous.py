@@ -1,0 +1,615 @@
+"""The rendezvous machine: the nodes of a run form a round, and form another when somebody goes or comes.
+
+A node joins and waits until it is in a round, of which everybody agrees who is in it and who has which rank. A round
+stands until one of its nodes is lost, leaves or comes again, or until others wait and there is room for them: then it
+is over, whoever watches is told why, and its nodes come again. Those who wait when a round has all that it may have are
+spares, and step in when there is a place. Leaving closes nothing: only `Close` ends a run, with a result that reaches
+everybody, and `Open` begins another under the same name.
+
+Policy is `decide`: it gets what is known, and forms a round, or holds, or refuses a newcomer, always with a reason.
+
+Last call, the time in which more may come once enough are here, needs a clock, which the machine has not: `alarm` says
+that one is set, by a number and for how long. Whoever hosts the machine lets it `ring` when that time has passed since
+it first saw that number, by its own clock.
+
+Ranks are kept: who asked for one has it, who was in the last round keeps it, who returns gets its own back if it is
+free, and whoever is left fills the gaps in the order of joining.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from itertools import islice
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import Meta, Struct, field
+
+from rallypoint.core.machine import (
+    MAX_MEMBERS,
+    WAIT,
+    Call,
+    Command,
+    Done,
+    Machine,
+    Name,
+    Outcome,
+    Refused,
+    Step,
+    Undo,
+    Waiting,
+)
+
+__all__ = [
+    "Close",
+    "Form",
+    "Hold",
+    "Join",
+    "Leave",
+    "Limits",
+    "Look",
+    "Node",
+    "Open",
+    "Refuse",
+    "Rendezvous",
+    "Situation",
+    "Watch",
+    "Withdraw",
+    "chosen",
+    "decide",
+    "ranks_for",
+]
+
+SHOWN = 20
+"""How many names a reason lists."""
+
+MAX_SETTINGS = 256
+MAX_TEXT = 1024
+
+Text = Annotated[str, Meta(max_length=MAX_TEXT)]
+Nodes = Annotated[int, Meta(ge=1, le=MAX_MEMBERS)]
+
+
+class Limits(Struct, frozen=True, array_like=True):
+    """How many nodes a round needs and may have, and how long it waits for more when it has enough."""
+
+    min_nodes: Nodes = 1
+    max_nodes: Nodes = 1
+    last_call_s: Annotated[float, Meta(ge=0)] = 0.0
+
+
+class Join(Command, tag="rendezvous.join"):
+    """Come, or come again, and wait for a round; answered by `[run, number, scope, rank, size, first, before, reason]`.
+
+    `scope` is a number that no other round of this name ever has, `before` that of the last round. `first` is the node
+    of rank 0: its name and its address.
+    """
+
+    limits: Limits
+    settings: Annotated[dict[Name, Text], Meta(max_length=MAX_SETTINGS)] = field(default_factory=dict)
+    """What all nodes must have the same."""
+
+    rank: Annotated[int, Meta(ge=-1, lt=MAX_MEMBERS)] = -1
+    """The rank that is asked for."""
+
+    host: Name = ""
+    address: Name = ""
+    """Where others reach this node."""
+
+    loopback: bool = False
+    """Whether it came over a loopback address, which only means something on its own machine."""
+
+    run: int = -1
+    """The run that this node has been in, if any: one that was opened later is not for it."""
+
+    @property
+    def weight(self) -> int:
+        """The bytes of its settings and addresses."""
+        texts = sum(len(name) + len(value) for name, value in self.settings.items())
+        return texts + len(self.host) + len(self.address)
+
+
+class Withdraw(Undo, tag="rendezvous.withdraw"):
+    """Take back a join that still waits, or a watch."""
+
+
+class Leave(Undo, tag="rendezvous.leave"):
+    """Take back a join, also where it is in a round; answered by how many nodes are then left."""
+
+
+class Watch(Command, tag="rendezvous.watch"):
+    """Wait while the round of that scope stands; answered by why it does not."""
+
+    scope: int
+
+
+class Close(Command, tag="rendezvous.close"):
+    """End the run with a result; answered by whether it was open."""
+
+    result: Text
+    reason: Text
+
+
+class Open(Command, tag="rendezvous.open"):
+    """Begin a new run where the last one was closed; answered by whether it was."""
+
+
+class Look(Command, tag="rendezvous.look"):
+    """Answer at once what there is: everything, or the nodes of the round of that scope, if it is the last."""
+
+    scope: int = 0
+
+
+class Node(Struct, frozen=True, array_like=True):
+    """One node: the call by which it is here, and what it said of itself."""
+
+    call: Call
+    rank: int = -1
+    host: str = ""
+    address: str = ""
+    loopback: bool = False
+
+    @property
+    def name(self) -> str:
+        """What it goes by."""
+        return self.call.member
+
+
+class Form(NamedTuple):
+    """Form a round now."""
+
+    reason: str
+
+
+class Hold(NamedTuple):
+    """Form none yet; `last_call` says that one will be formed when that is over."""
+
+    reason: str
+    last_call: bool = False
+
+
+class Refuse(NamedTuple):
+    """Do not let a newcomer in: an error's name, and its fields."""
+
+    error: str
+    fields: dict[str, Any]
+
+
+class Situation(NamedTuple):
+    """What a decision depends on."""
+
+    limits: Limits
+    here: int
+    """How many wait for a round, a newcomer included."""
+
+    last: bool = False
+    """Whether there has been a round before."""
+
+    absent: Collection[str] = ()
+    """Those of the last round who live and have not come again."""
+
+    highest: int = -1
+    """The highest rank that one of those here asked for."""
+
+    last_call_over: bool = False
+    newcomer: Node | None = None
+    origin: Node | None = None
+    """The first one, to whose settings and host the newcomer is compared."""
+
+    differs: tuple[str, str, str] | None = None
+    """A setting that the newcomer has otherwise: its name, the newcomer's value, and the first one's."""
+
+    rival: Node | None = None
+    """Who has asked for the newcomer's rank before."""
+
+
+def decide(now: Situation) -> Form | Hold | Refuse:
+    """Say whether a newcomer may be one of those who wait, and what becomes of them."""
+    refusal = _refuse(now)
+    if refusal is not None:
+        return refusal
+    here, limits = now.here, now.limits
+    least, most, last_call_s = limits.min_nodes, limits.max_nodes, limits.last_call_s
+    back = f"; not back yet: {_few(now.absent)}" if now.absent else ""
+    if here >= most:
+        return Form(f"all {most} nodes are here")
+    if here < least:
+        return Hold(f"{here} of at least {least} nodes: waiting for {least - here}{back}")
+    if now.last_call_over:
+        return Form(f"{here} of at most {most} nodes came before the last call of {last_call_s:g} s was over")
+    if now.last and not now.absent and now.highest < here:
+        return Form(f"everybody of the last round is back: {here} of at most {most} nodes")
+    if not last_call_s:
+        return Form(f"{here} of at most {most} nodes are here, and there is no last call")
+    asked = f"; rank {now.highest} is asked for" if now.highest >= here else ""
+    call = f"{here} nodes are enough, and up to {most} may come: last call of {last_call_s:g} s"
+    return Hold(f"{call}{back}{asked}", last_call=True)
+
+
+def chosen(waiting: Sequence[Node], last: Mapping[str, int], most: int) -> Sequence[Node]:
+    """Choose who is in a round: first who was in the last, then who asked for a rank, then the others as they came."""
+    if len(waiting) <= most:
+        return waiting
+    return sorted(waiting, key=lambda node: (node.name not in last, node.rank == -1))[:most]
+
+
+def ranks_for(nodes: Sequence[Node], last: Mapping[str, int], past: Mapping[str, int]) -> dict[str, int]:
+    """Give each node a rank; returns them by name, in the order of rank. `past` has the ranks of earlier rounds."""
+    free = dict.fromkeys(range(len(nodes)))
+    ranks: dict[str, int] = {}
+    for wished in ({node.name: node.rank for node in nodes}, last, past):
+        for node in nodes:
+            rank = wished.get(node.name, -1)
+            if rank in free and node.name not in ranks:
+                ranks[node.name] = rank
+                del free[rank]
+    gaps = iter(free)
+    for node in nodes:
+        if node.name not in ranks:
+            ranks[node.name] = next(gaps)
+    return dict(sorted(ranks.items(), key=lambda item: item[1]))
+
+
+class Rendezvous(Machine, kw_only=True):
+    """The round that stands or stood last, and who waits for the next."""
+
+    kind = "rendezvous"
+
+    run: int = 0
+    """When it was opened; 0 for the first of its name."""
+
+    number: int = 0
+    scope: int = 0
+    before: int = 0
+    reason: str = ""
+    """Why the last round was formed."""
+
+    over: str = "no round has been formed yet"
+    """Why it does not stand; empty while it does."""
+
+    limits: Limits = Limits()
+    settings: dict[str, str] = field(default_factory=dict)
+    origin: Node | None = None
+    """Whose limits and settings these are."""
+
+    ranks: dict[str, int] = field(default_factory=dict)
+    """The ranks of the last round, all of them."""
+
+    nodes: dict[str, Node] = field(default_factory=dict)
+    """Those of the last round who are here and have not come again."""
+
+    waiting: dict[str, Node] = field(default_factory=dict)
+    first: tuple[str, str] = ("", "")
+    """Name and address of rank 0."""
+
+    past: dict[str, int] = field(default_factory=dict)
+    """Ranks of nodes that were in earlier rounds."""
+
+    calls: dict[str, str] = field(default_factory=dict)
+    """The calls by which nodes are here, and their names."""
+
+    asked: dict[int, str] = field(default_factory=dict)
+    """The ranks that nodes who are here asked for, and their names."""
+
+    watchers: dict[str, Call] = field(default_factory=dict)
+    last_call: int = 0
+    closed: tuple[str, str] | None = None
+    """The result, and why it came to that."""
+
+    # What every machine has
+
+    def apply(self, call: Call, command: Command, stamp: int) -> Step:
+        """Join, leave, watch, close, open, or look."""
+        if isinstance(command, Join):
+            return self._join(call, command, stamp)
+        if isinstance(command, Watch):
+            return self._watch(call, command.scope)
+        if isinstance(command, Undo):
+            return self._take_back(call, f"{call.session}/{command.call}", isinstance(command, Leave), stamp)
+        if isinstance(command, Close):
+            return self._close(command)
+        if isinstance(command, Open):
+            return self._open(stamp)
+        assert isinstance(command, Look)
+        return Step(Done(self._status() if not command.scope else self._table(command.scope)))
+
+    def lost(self, session: str, stamp: int) -> Step:
+        """Take out everything of a session; a round that loses a node is over."""
+        watches = [call_id for call_id, call in self.watchers.items() if call.session == session]
+        for call_id in watches:
+            del self.watchers[call_id]
+        waited = [node for node in self.waiting.values() if node.call.session == session]
+        lost = [node for node in self.nodes.values() if node.call.session == session]
+        for node in (*waited, *lost):
+            self._out(node)
+        if not (watches or waited or lost):
+            return Step(Done())
+        woken = self._end(f"lost {_few([str(node.call) for node in lost])}") if lost else []
+        return self._formed(Done(), stamp, woken)
+
+    def ring(self, alarm: int, stamp: int) -> Step:
+        """Form a round of those who are here: last call is over."""
+        if alarm != self.last_call:
+            return Step(Done())
+        return self._formed(Done(), stamp, [], last_call_over=True)
+
+    @property
+    def alarm(self) -> tuple[int, float] | None:
+        """Last call, while it is on."""
+        return (self.last_call, self.limits.last_call_s) if self.last_call else None
+
+    def keeps(self, call_id: str) -> bool:
+        """Say whether a call made a node that is here, or watches."""
+        return call_id in self.calls or call_id in self.watchers
+
+    def sessions(self) -> set[str]:
+        """Return the sessions of nodes and watchers."""
+        calls = [node.call for nodes in (self.nodes, self.waiting) for node in nodes.values()]
+        return {call.session for call in [*calls, *self.watchers.values()]}
+
+    def why(self, call: Call) -> Waiting:
+        """Say what a node waits for."""
+        if call.id in self.watchers:
+            return Waiting(f"round {self.number} stands: {self.reason}")
+        if not self.over:
+            reason = f"round {self.number} has all of its {self.limits.max_nodes} nodes; this one is a spare"
+            return Waiting(reason, stands_by=True)
+        latest = next(reversed(self.waiting.values()), None)
+        joined = "" if latest is None else f"; last joined {latest.call}"
+        return Waiting(f"{decide(self._situation())[0]}{joined}", tuple(self.nodes))
+
+    @property
+    def idle(self) -> bool:
+        """Whether nobody is here."""
+        return not self.nodes and not self.waiting and not self.watchers
+
+    @property
+    def lasts(self) -> bool:
+        """Whether there is a result, which those who come late must hear."""
+        return self.closed is not None
+
+    # Inside
+
+    def _join(self, call: Call, command: Join, stamp: int) -> Step:
+        name = call.member
+        waits, member = self.waiting.get(name), self.nodes.get(name)
+        if waits is not None and waits.call.id == call.id:
+            return Step(WAIT)
+        if member is not None and member.call.id == call.id:
+            return Step(Done(self._round(name)))
+        if self.closed is not None or 0 <= command.run < self.run:
+            result, reason = self.closed or ("", "it was closed, and another has been opened under this name")
+            return Step(Refused("RunClosed", {"result": result, "reason": reason}))
+        other = waits or (member if member is not None and member.call.session != call.session else None)
+        if other is not None:
+            return Step(Refused("NameTaken", {"member": name, "other": str(other.call)}))
+        node = Node(call, command.rank, command.host, command.address, command.loopback)
+        decision = decide(self._situation(node, command))
+        if isinstance(decision, Refuse):
+            return Step(Refused(decision.error, decision.fields))
+        if self.origin is None:
+            self.limits, self.settings, self.origin = command.limits, command.settings, node
+        self.run = max(self.run, command.run)
+        woken: list[Call] = []
+        if member is not None:
+            self._out(member)
+            woken = self._end(f"{call} came again")
+        elif len(self.nodes) < self.limits.max_nodes:
+            woken = self._end(f"{call} waits, and there is room for it")
+        self._in(node)
+        return self._formed(WAIT, stamp, woken, node)
+
+    def _situation(self, newcomer: Node | None = None, command: Join | None = None, over: bool = False) -> Situation:
+        """Put together what `decide` needs to know."""
+        if newcomer is None or command is None:
+            highest = max(self.asked, default=-1) if self.asked else -1
+            return Situation(self.limits, len(self.waiting), bool(self.ranks), self.nodes, highest, over)
+        rival = self.asked.get(newcomer.rank)
+        return Situation(
+            command.limits,
+            len(self.waiting) + 1,
+            newcomer=newcomer,
+            origin=self.origin,
+            differs=None if self.origin is None else self._difference(command),
+            rival=self._here(rival) if rival is not None and rival != newcomer.name else None,
+        )
+
+    def _difference(self, command: Join) -> tuple[str, str, str] | None:
+        """Return the first setting that a newcomer has otherwise."""
+        if command.limits == self.limits and command.settings == self.settings:
+            return None
+        mine, theirs = _settings(command.limits, command.settings), _settings(self.limits, self.settings)
+        what = next(name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name))
+        return what, mine.get(what, "not set"), theirs.get(what, "not set")
+
+    def _here(self, name: str) -> Node:
+        return self.waiting.get(name) or self.nodes[name]
+
+    def _in(self, node: Node) -> None:
+        """Let a node wait."""
+        self.waiting[node.name] = node
+        self.calls[node.call.id] = node.name
+        if node.rank != -1:
+            self.asked[node.rank] = node.name
+
+    def _out(self, node: Node) -> None:
+        """Take a node out, wherever it is."""
+        del self.calls[node.call.id]
+        if node.rank != -1:
+            del self.asked[node.rank]
+        nodes = self.waiting if self.waiting.get(node.name) is node else self.nodes
+        del nodes[node.name]
+        if not self.nodes and not self.waiting:
+            self.origin = None
+
+    def _watch(self, call: Call, scope: int) -> Step:
+        if self.closed is not None:
+            result, reason = self.closed
+            return Step(Done(f"the run was closed: {result}: {reason}"), self._unwatched(call.id))
+        if self.over or scope != self.scope:
+            return Step(Done(self.over or f"round {self.number} has been formed"), self._unwatched(call.id))
+        changed = call.id not in self.watchers
+        self.watchers[call.id] = call
+        return Step(WAIT, changed)
+
+    def _unwatched(self, call_id: str) -> bool:
+        return self.watchers.pop(call_id, None) is not None
+
+    def _take_back(self, call: Call, target: str, leaves: bool, stamp: int) -> Step:
+        if self._unwatched(target):
+            return Step(Done(), True)
+        waits, member = self.waiting.get(call.member), self.nodes.get(call.member)
+        if waits is not None and waits.call.id == target:
+            self._out(waits)
+            return self._formed(Done(self._left()), stamp, [])
+        if member is None or member.call.id != target:
+            return Step(Done(self._left()))
+        if not leaves:
+            return Step(Done([self._round(call.member)]))
+        self._out(member)
+        return self._formed(Done(self._left()), stamp, self._end(f"{member.call} left"))
+
+    def _left(self) -> int:
+        return len(self.nodes) + len(self.waiting)
+
+    def _close(self, command: Close) -> Step:
+        if self.closed is not None:
+            return Step(Done(False))
+        self.closed = (command.result, command.reason)
+        woken = self._end(f"the run was closed: {command.result}: {command.reason}")
+        for node in list(self.waiting.values()):
+            self._out(node)
+            woken.append(node.call)
+        self.last_call = 0
+        return Step(Done(True), True, woken)
+
+    def _open(self, stamp: int) -> Step:
+        """Begin anew; those of the closed run are told that it is over when they come."""
+        if self.closed is None:
+            return Step(Done(False))
+        dropped = [node.call for node in self.nodes.values()]
+        fresh = Rendezvous(run=stamp, before=self.scope)
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(fresh, name))
+        return Step(Done(True), True, dropped=dropped)
+
+    def _end(self, reason: str) -> list[Call]:
+        """Let the round that stands stand no more; return those who wait to hear that."""
+        if not self.over:
+            self.over = reason
+        woken, self.watchers = list(self.watchers.values()), {}
+        return woken
+
+    def _formed(
+        self,
+        outcome: Outcome,
+        stamp: int,
+        woken: list[Call],
+        newcomer: Node | None = None,
+        last_call_over: bool = False,
+    ) -> Step:
+        """After a change: form a round if it is time, else set or stop the alarm; return the step that this makes."""
+        if not self.over or self.closed is not None:
+            return Step(outcome, True, woken)
+        decision = decide(self._situation(over=last_call_over))
+        if isinstance(decision, Hold):
+            self.last_call = (self.last_call or stamp) if decision.last_call else 0
+            return Step(outcome, True, woken)
+        dropped = list(self.nodes.values())
+        self._form(decision[0], stamp)
+        calls = [node.call for node in self.nodes.values() if node is not newcomer]
+        if newcomer is not None and newcomer.name in self.nodes:
+            outcome = Done(self._round(newcomer.name))
+        return Step(outcome, True, [*woken, *calls], dropped=[node.call for node in dropped])
+
+    def _form(self, reason: str, stamp: int) -> None:
+        """Form a round. Who was in the last one, lives, and has not come again is in none."""
+        self.past.update(self.ranks)
+        nodes = chosen(list(self.waiting.values()), self.ranks, self.limits.max_nodes)
+        for node in list(self.nodes.values()):
+            self._out(node)
+        self.ranks = ranks_for(nodes, self.ranks, self.past)
+        self.past = dict(list(self.past.items())[-2 * self.limits.max_nodes :])
+        self.nodes = {node.name: node for node in nodes}
+        self.waiting = {name: node for name, node in self.waiting.items() if name not in self.nodes}
+        head = self.nodes[next(iter(self.ranks))]
+        self.first = (head.name, head.address or head.host)
+        self.number += 1
+        self.before, self.scope = self.scope, stamp
+        self.over, self.reason, self.last_call = "", reason, 0
+
+    def _round(self, name: str) -> list[Any]:
+        rank = self.ranks[name]
+        return [self.run, self.number, self.scope, rank, len(self.ranks), self.first, self.before, self.reason]
+
+    def _table(self, scope: int) -> list[list[str]]:
+        """Return the nodes of a round by rank: name, host, and where it runs, which is empty for those who went."""
+        if scope != self.scope:
+            return []
+        nodes = {**self.waiting, **self.nodes}
+        rows = []
+        for name in self.ranks:
+            node = nodes.get(name)
+            rows.append([name, node.host, node.call.where] if node else [name, "", ""])
+        return rows
+
+    def _status(self) -> dict[str, Any]:
+        """Say everything, as plain data."""
+        latest = next(reversed(self.waiting.values()), None)
+        if self.closed is not None:
+            phase, reason = "closed", f"{self.closed[0]}: {self.closed[1]}"
+        elif not self.over:
+            phase, reason = "formed", self.reason
+        else:
+            phase, reason = "gathering", self.over if latest is None else self.why(latest.call).reason
+        return {
+            "phase": phase,
+            "reason": reason,
+            "run": self.run,
+            "round": self.number,
+            "scope": self.scope,
+            "min_nodes": self.limits.min_nodes,
+            "max_nodes": self.limits.max_nodes,
+            "nodes": {name: self.ranks[name] for name in self.nodes},
+            "waiting": list(self.waiting),
+            "spares": [] if self.over else list(self.waiting),
+            "over": self.over,
+            "result": None if self.closed is None else self.closed[0],
+        }
+
+
+for _command in (Join, Withdraw, Leave, Watch, Close, Open, Look):
+    _command.machine = Rendezvous
+
+
+def _refuse(now: Situation) -> Refuse | None:
+    """Refuse a newcomer that cannot be in a round with those who are here, and say what is odd."""
+    newcomer, origin, limits = now.newcomer, now.origin, now.limits
+    if newcomer is None:
+        return None
+    if limits.min_nodes > limits.max_nodes:
+        members = f"{limits.min_nodes} to {limits.max_nodes} nodes, which is nobody"
+        return Refuse("NotAMember", {"member": newcomer.name, "members": members})
+    if newcomer.rank >= limits.max_nodes:
+        members = f"ranks 0 to {limits.max_nodes - 1}"
+        return Refuse("NotAMember", {"member": f"{newcomer.name} as rank {newcomer.rank}", "members": members})
+    if now.rival is not None:
+        return Refuse("RankTaken", {"rank": newcomer.rank, "member": newcomer.name, "other": str(now.rival.call)})
+    if origin is None:
+        return None
+    what, mine, theirs = now.differs or ("", "", "")
+    if not what and newcomer.host != origin.host and (newcomer.loopback or origin.loopback):
+        what = "endpoint"
+        mine, theirs = (f"{node.host}, {'loopback' if node.loopback else 'network'}" for node in (newcomer, origin))
+    if not what:
+        return None
+    fields = {"what": what, "mine": f"{mine} ({newcomer.call})", "theirs": theirs, "other": str(origin.call)}
+    return Refuse("Disagreement", fields)
+
+
+def _settings(limits: Limits, settings: Mapping[str, str]) -> dict[str, str]:
+    return {name: f"{getattr(limits, name):g}" for name in limits.__struct_fields__} | dict(settings)
+
+
+def _few(names: Collection[str]) -> str:
+    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+    return f"{', '.join(islice(names, SHOWN))}{more}"
