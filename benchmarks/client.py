@@ -28,7 +28,9 @@ NOTES = (
     "`wait` in another. *50 threads* share one client of ours: the peer is the same client with nobody blocked, and a "
     "ratio of 1 says that blocked threads cost the others nothing (torch's client has one lock, and would stand still)."
     " *64 connections*: 8 processes of 8 threads, and the processor time of the server alone. *Killed client*: from "
-    "SIGKILL to the deletion of its lease, as a watch in another process sees it; the grace of 2 s is in it."
+    "SIGKILL to the deletion of its lease, as a watch in another process sees it; the grace of 2 s is in it. *Killed "
+    "lock holder*: from SIGKILL until the next one holds the lock. *Killed barrier member*: eight processes have come, "
+    "one is killed; from SIGKILL until the last of the other seven has raised MembersLost with its name."
 )
 NAMES = ("rallypoint", "torch")
 KEY, COUNTER, VALUE = "bench/value", "bench/count", b"v" * 32

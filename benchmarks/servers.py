@@ -50,15 +50,15 @@ def ours() -> Iterator[Running]:
 @contextlib.contextmanager
 def torchs() -> Iterator[Running]:
     """Run torch's server."""
-    with _child([sys.executable, "-c", TORCH]) as child:
-        yield Running(child.pid, _announced(child))
+    with child([sys.executable, "-c", TORCH]) as process:
+        yield Running(process.pid, _announced(process))
 
 
 @contextlib.contextmanager
 def echo() -> Iterator[Running]:
     """Run the bare echo."""
-    with _child([sys.executable, str(Path(__file__).with_name("echo.py"))]) as child:
-        yield Running(child.pid, _announced(child))
+    with child([sys.executable, str(Path(__file__).with_name("echo.py"))]) as process:
+        yield Running(process.pid, _announced(process))
 
 
 @contextlib.contextmanager
@@ -67,15 +67,15 @@ def redis() -> Iterator[Running]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with _child([*REDIS, "--port", str(port)]) as child:
+    with child([*REDIS, "--port", str(port)]) as process:
         give_up_at = time.monotonic() + 10
-        while child.poll() is None and time.monotonic() < give_up_at:
+        while process.poll() is None and time.monotonic() < give_up_at:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
                 break
             time.sleep(0.02)
         else:
-            raise RuntimeError(f"redis-server does not listen (exit status {child.poll()})")
-        yield Running(child.pid, port)
+            raise RuntimeError(f"redis-server does not listen (exit status {process.poll()})")
+        yield Running(process.pid, port)
 
 
 START = {"rallypoint": ours, "torch": torchs, "redis": redis, "echo": echo}
@@ -98,21 +98,22 @@ def greeted(port: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _child(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    child = subprocess.Popen(
+def child(command: list[str]) -> Iterator[subprocess.Popen[str]]:
+    """Run a program while it is needed."""
+    process = subprocess.Popen(
         command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, start_new_session=True
     )
     try:
-        yield child
+        yield process
     finally:
-        child.kill()
-        child.communicate()
+        process.kill()
+        process.communicate()
 
 
-def _announced(child: subprocess.Popen[str]) -> int:
-    """Wait for a child to print its port."""
-    assert child.stdout is not None
-    line = child.stdout.readline()
+def _announced(process: subprocess.Popen[str]) -> int:
+    """Wait for a server to print its port."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
     if not line:
-        raise RuntimeError(f"a server ended with status {child.wait()} before it listened")
+        raise RuntimeError(f"a server ended with status {process.wait()} before it listened")
     return int(line)

@@ -1,8 +1,9 @@
 """Run the seeded tests again and again, with fresh seeds each round, until the time is over or a round fails.
 
 A round is one run of pytest over `SEEDED`: histories of real processes that must be linearizable, simulations with
-random cuts and deaths, and everything that hypothesis makes up. Its seeds follow from one number, which is printed
-before it starts. The first failure ends the soak, with the command that runs that round again.
+random cuts and deaths, those of shared objects included, and everything that hypothesis makes up. Its seeds follow from
+one number, which is printed before it starts. The first failure ends the soak, with the command that runs that round
+again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SEEDED = (
     "tests/linearizability",
     "tests/core",
+    "tests/simulation/test_simulation.py",
     "tests/conformance/test_machine.py",
     "tests/conformance/test_differential.py",
     "tests/store/test_follower.py",

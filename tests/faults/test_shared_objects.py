@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -110,14 +112,34 @@ def test_a_group_is_told_of_a_killed_member(url: str, start: Start) -> None:
     assert line(again) == "joined"
 
 
+def pass_barriers(stores: list[Any], times: int) -> None:
+    """Have as many members as there are stores pass a barrier again and again."""
+
+    def run(member: int) -> None:
+        barrier = rallypoint.Barrier(stores[member], "b", len(stores))
+        for _ in range(times):
+            barrier.wait(member, AMPLE_S)
+
+    with ThreadPoolExecutor(len(stores)) as pool:
+        list(pool.map(run, range(len(stores))))
+
+
 def test_ten_thousand_barriers_leave_nothing_behind() -> None:
     with rallypoint.Server() as server:
-        store = rallypoint.connect(server.url)
-        barrier = rallypoint.Barrier(store, "b", 1)
-        barrier.wait(0)
+        stores = [rallypoint.connect(server.url) for _ in range(4)]
+        pass_barriers(stores, 10)
         before = server.statistics()
-        for _ in range(10_000):
-            barrier.wait(0)
+        pass_barriers(stores, 10_000)
         after = server.statistics()
-        assert (after["keys"], after["queues"], after["waiting"]) == (0, 0, 0)
-        assert after["bytes"] <= before["bytes"] + 4096, "what is not yet confirmed is little"
+        assert (after["keys"], after["queues"], after["waiting"], after["objects"]) == (0, 0, 0, {})
+        assert after["bytes"] <= before["bytes"] + 4096 * len(stores), "what is not yet confirmed is little"
+
+
+@pytest.mark.parametrize("kind", ["memory", "file"])
+def test_hundreds_of_barriers_that_members_host_leave_no_more_keys(kind: str, tmp_path: Path) -> None:
+    store = rallypoint.HashStore() if kind == "memory" else rallypoint.FileStore(str(tmp_path / "store"))
+    stores = [store.clone() for _ in range(4)]
+    pass_barriers(stores, 50)
+    keys = store.num_keys()
+    pass_barriers(stores, 300)
+    assert store.num_keys() == keys

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+import re
 from typing import Any
 
 import pytest
 
 from rallypoint import Barrier, Exchange, HashStore, Lock, MembersMissing, Server, connect
-from rallypoint.core.machine import Command, Done, Undo
+from rallypoint.core.machine import Command, Done, Undo, Waiting
 from rallypoint.recipes import hosting
 
 
@@ -28,6 +30,27 @@ class Late:
 
 def late(shared: Any, meanwhile: Any) -> None:
     shared._object._host = Late(shared._object._host, meanwhile)
+
+
+class Slow:
+    """A host in which a call waits once, and then is done."""
+
+    label = "a host"
+
+    def __init__(self) -> None:
+        self._outcomes = iter([Waiting("1 of 2 members are here"), Done()])
+
+    def act(self, *_: Any) -> Any:
+        return next(self._outcomes)
+
+
+def test_without_a_callback_a_wait_is_logged_with_its_age(caplog: pytest.LogCaptureFixture) -> None:
+    barrier: Any = Barrier(HashStore(), "b", 2)
+    barrier._object._host = Slow()
+    with caplog.at_level("INFO", "rallypoint"):
+        barrier.wait(0, math.inf)
+    (said,) = caplog.messages
+    assert re.fullmatch(r"barrier 'b', member 0 has waited \d+ s: 1 of 2 members are here", said)
 
 
 def test_a_barrier_that_opened_in_time_has_opened() -> None:

@@ -26,11 +26,10 @@ from rallypoint.core.machine import (
     Undo,
     Waiting,
     disagreement,
+    waiting_for,
 )
 
 __all__ = ["Exchange", "Give", "TakeBack"]
-
-SHOWN = 100
 
 
 class Give(Command, tag="exchange.give"):
@@ -65,6 +64,9 @@ class Exchange(Machine, kw_only=True):
 
     data: dict[int, bytes] = field(default_factory=dict)
     calls: dict[str, tuple[int, Call]] = field(default_factory=dict)
+    withdrawn: dict[str, None] = field(default_factory=dict)
+    """The ranks that gave to this round and took it back."""
+
     ended: dict[str, int] = field(default_factory=dict)
     """The calls of the last round that was complete, and their ranks."""
 
@@ -78,21 +80,24 @@ class Exchange(Machine, kw_only=True):
         """Give, look, or take back."""
         if isinstance(command, TakeBack):
             return self._take_back(call, f"{call.session}/{command.call}")
-        if call.id in self.calls:
+        call_id = call.id
+        if call_id in self.calls:
             return Step(WAIT)
-        over = self._how_it_ended(call, call.id)
+        over = self._how_it_ended(call, call_id)
         if over is not None:
             return Step(over)
         refusal = self._refuse(call, command)
         if refusal is not None:
             return Step(refusal)
         self.wanted = Give(command.size, 0, b"", command.how, command.root)
-        self.calls[call.id] = (command.rank, call)
+        self.calls[call_id] = (command.rank, call)
         self.data[command.rank] = command.data
+        self.withdrawn.pop(str(command.rank), None)
         if len(self.data) < command.size:
             return Step(WAIT, True)
         woken = self._end([self.data[rank] for rank in range(command.size)], [])
-        return Step(self._due(command.rank), True, [other for other in woken if other != call])
+        told = None if self.how == "gather" else self._due(command.rank)
+        return Step(self._due(command.rank), True, [other for other in woken if other is not call], told)
 
     def lost(self, session: str, stamp: int) -> Step:
         """Break the round if a rank that had given is lost."""
@@ -100,7 +105,9 @@ class Exchange(Machine, kw_only=True):
         if not theirs:
             return Step(Done())
         lost = [str(call) for rank, call in theirs if self._gone(rank, call.id)]
-        return Step(Done(), True, self._end([], lost) if lost else ())
+        if not lost:
+            return Step(Done(), True)
+        return Step(Done(), True, self._end([], lost), Refused("MembersLost", {"lost": lost}))
 
     def keeps(self, call_id: str) -> bool:
         """Say whether a call waits."""
@@ -114,9 +121,7 @@ class Exchange(Machine, kw_only=True):
         """Name the ranks that are missing."""
         size = 0 if self.wanted is None else self.wanted.size
         missing = [str(rank) for rank in range(size) if rank not in self.data]
-        more = f" and {len(missing) - SHOWN} more" if len(missing) > SHOWN else ""
-        reason = f"{len(self.data)} of {size} ranks have given; missing: {', '.join(missing[:SHOWN])}{more}"
-        return Waiting(reason, missing)
+        return waiting_for(f"{len(self.data)} of {size} ranks have given", missing, self.withdrawn)
 
     @property
     def idle(self) -> bool:
@@ -139,7 +144,11 @@ class Exchange(Machine, kw_only=True):
 
     def _take_back(self, call: Call, given: str) -> Step:
         if given in self.calls:
-            self._gone(self.calls[given][0], given)
+            rank, _ = self.calls[given]
+            if self._gone(rank, given):
+                self.withdrawn[str(rank)] = None
+            if not self.calls:
+                self.withdrawn = {}  # there is nobody to tell
             return Step(Done(None), True)
         over = self._how_it_ended(call, given)
         return Step(over if isinstance(over, Refused) else Done(None if over is None else [over.answer]))
@@ -160,7 +169,7 @@ class Exchange(Machine, kw_only=True):
         else:
             self.ended, self.broken = {call: rank for call, (rank, _) in self.calls.items()}, {}
             self.how, self.root, self.result = self.wanted.how, self.wanted.root, result
-        self.calls, self.data, self.wanted = {}, {}, None
+        self.calls, self.data, self.withdrawn, self.wanted = {}, {}, {}, None
         return woken
 
     def _how_it_ended(self, call: Call, given: str) -> Done | Refused | None:

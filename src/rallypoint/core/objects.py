@@ -134,7 +134,7 @@ class Objects:
             self._engine.revision += 1
         for call in step.dropped:
             self._settle((place, call.id), machine, call.session)
-        encoded: dict[int, msgspec.Raw] = {}
+        encoded: dict[int, tuple[Any, msgspec.Raw]] = {}
         for call in step.woken:
             held = (place, call.id)
             self._settle(held, machine, call.session)
@@ -199,13 +199,14 @@ class Objects:
                 del self._held[session]
 
 
-def _encoded_once(outcome: Done | Refused, encoded: dict[int, msgspec.Raw]) -> Done | Refused:
+def _encoded_once(outcome: Done | Refused, encoded: dict[int, tuple[Any, msgspec.Raw]]) -> Done | Refused:
     """Encode a list that many get only once."""
     if not isinstance(outcome, Done) or not isinstance(outcome.answer, list):
         return outcome
-    answer = encoded.get(id(outcome.answer))
-    if answer is None:
-        answer = encoded[id(outcome.answer)] = msgspec.Raw(_encode(outcome.answer))
+    same, answer = encoded.get(id(outcome.answer), (None, msgspec.Raw()))
+    if same is not outcome.answer:
+        answer = msgspec.Raw(_encode(outcome.answer))
+        encoded[id(outcome.answer)] = (outcome.answer, answer)  # which keeps it, so that its id is no other's
     return Done(answer)
 
 

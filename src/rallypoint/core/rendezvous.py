@@ -6,24 +6,21 @@ is over, whoever watches is told why, and its nodes come again. Those who wait w
 spares, and step in when there is a place. Leaving closes nothing: only `Close` ends a run, with a result that reaches
 everybody, and `Open` begins another under the same name.
 
-Policy is `decide`: it gets what is known, and forms a round, or holds, or refuses a newcomer, always with a reason.
+Who may join, and when a round is formed of whom, is decided in `core/gathering.py`.
 
 Last call, the time in which more may come once enough are here, needs a clock, which the machine has not: `alarm` says
 that one is set, by a number and for how long. Whoever hosts the machine lets it `ring` when that time has passed since
 it first saw that number, by its own clock.
-
-Ranks are kept: who asked for one has it, who was in the last round keeps it, who returns gets its own back if it is
-free, and whoever is left fills the gaps in the order of joining.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
-from typing import Annotated, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Annotated, Any
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
+from rallypoint.core.gathering import Hold, Limits, Node, Refuse, Situation, chosen, decide, few, ranks_for
 from rallypoint.core.machine import (
     MAX_MEMBERS,
     WAIT,
@@ -39,42 +36,12 @@ from rallypoint.core.machine import (
     Waiting,
 )
 
-__all__ = [
-    "Close",
-    "Form",
-    "Hold",
-    "Join",
-    "Leave",
-    "Limits",
-    "Look",
-    "Node",
-    "Open",
-    "Refuse",
-    "Rendezvous",
-    "Situation",
-    "Watch",
-    "Withdraw",
-    "chosen",
-    "decide",
-    "ranks_for",
-]
-
-SHOWN = 20
-"""How many names a reason lists."""
+__all__ = ["Close", "Join", "Leave", "Look", "Open", "Rendezvous", "Watch", "Withdraw"]
 
 MAX_SETTINGS = 256
 MAX_TEXT = 1024
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
-Nodes = Annotated[int, Meta(ge=1, le=MAX_MEMBERS)]
-
-
-class Limits(Struct, frozen=True, array_like=True):
-    """How many nodes a round needs and may have, and how long it waits for more when it has enough."""
-
-    min_nodes: Nodes = 1
-    max_nodes: Nodes = 1
-    last_call_s: Annotated[float, Meta(ge=0)] = 0.0
 
 
 class Join(Command, tag="rendezvous.join"):
@@ -137,116 +104,6 @@ class Look(Command, tag="rendezvous.look"):
     """Answer at once what there is: everything, or the nodes of the round of that scope, if it is the last."""
 
     scope: int = 0
-
-
-class Node(Struct, frozen=True, array_like=True):
-    """One node: the call by which it is here, and what it said of itself."""
-
-    call: Call
-    rank: int = -1
-    host: str = ""
-    address: str = ""
-    loopback: bool = False
-
-    @property
-    def name(self) -> str:
-        """What it goes by."""
-        return self.call.member
-
-
-class Form(NamedTuple):
-    """Form a round now."""
-
-    reason: str
-
-
-class Hold(NamedTuple):
-    """Form none yet; `last_call` says that one will be formed when that is over."""
-
-    reason: str
-    last_call: bool = False
-
-
-class Refuse(NamedTuple):
-    """Do not let a newcomer in: an error's name, and its fields."""
-
-    error: str
-    fields: dict[str, Any]
-
-
-class Situation(NamedTuple):
-    """What a decision depends on."""
-
-    limits: Limits
-    here: int
-    """How many wait for a round, a newcomer included."""
-
-    last: bool = False
-    """Whether there has been a round before."""
-
-    absent: Collection[str] = ()
-    """Those of the last round who live and have not come again."""
-
-    highest: int = -1
-    """The highest rank that one of those here asked for."""
-
-    last_call_over: bool = False
-    newcomer: Node | None = None
-    origin: Node | None = None
-    """The first one, to whose settings and host the newcomer is compared."""
-
-    differs: tuple[str, str, str] | None = None
-    """A setting that the newcomer has otherwise: its name, the newcomer's value, and the first one's."""
-
-    rival: Node | None = None
-    """Who has asked for the newcomer's rank before."""
-
-
-def decide(now: Situation) -> Form | Hold | Refuse:
-    """Say whether a newcomer may be one of those who wait, and what becomes of them."""
-    refusal = _refuse(now)
-    if refusal is not None:
-        return refusal
-    here, limits = now.here, now.limits
-    least, most, last_call_s = limits.min_nodes, limits.max_nodes, limits.last_call_s
-    back = f"; not back yet: {_few(now.absent)}" if now.absent else ""
-    if here >= most:
-        return Form(f"all {most} nodes are here")
-    if here < least:
-        return Hold(f"{here} of at least {least} nodes: waiting for {least - here}{back}")
-    if now.last_call_over:
-        return Form(f"{here} of at most {most} nodes came before the last call of {last_call_s:g} s was over")
-    if now.last and not now.absent and now.highest < here:
-        return Form(f"everybody of the last round is back: {here} of at most {most} nodes")
-    if not last_call_s:
-        return Form(f"{here} of at most {most} nodes are here, and there is no last call")
-    asked = f"; rank {now.highest} is asked for" if now.highest >= here else ""
-    call = f"{here} nodes are enough, and up to {most} may come: last call of {last_call_s:g} s"
-    return Hold(f"{call}{back}{asked}", last_call=True)
-
-
-def chosen(waiting: Sequence[Node], last: Mapping[str, int], most: int) -> Sequence[Node]:
-    """Choose who is in a round: first who was in the last, then who asked for a rank, then the others as they came."""
-    if len(waiting) <= most:
-        return waiting
-    return sorted(waiting, key=lambda node: (node.name not in last, node.rank == -1))[:most]
-
-
-def ranks_for(nodes: Sequence[Node], last: Mapping[str, int], past: Mapping[str, int]) -> dict[str, int]:
-    """Give each node a rank; returns them by name, in the order of rank. `past` has the ranks of earlier rounds."""
-    free = dict.fromkeys(range(len(nodes)))
-    ranks: dict[str, int] = {}
-    for wished in ({node.name: node.rank for node in nodes}, last, past):
-        for node in nodes:
-            rank = wished.get(node.name, -1)
-            if rank in free and node.name not in ranks:
-                ranks[node.name] = rank
-                del free[rank]
-    gaps = iter(free)
-    for node in nodes:
-        if node.name not in ranks:
-            ranks[node.name] = next(gaps)
-    return dict(sorted(ranks.items(), key=lambda item: item[1]))
 
 
 class Rendezvous(Machine, kw_only=True):
@@ -323,7 +180,7 @@ class Rendezvous(Machine, kw_only=True):
             self._out(node)
         if not (watches or waited or lost):
             return Step(Done())
-        woken = self._end(f"lost {_few([str(node.call) for node in lost])}") if lost else []
+        woken = self._end(f"lost {few([str(node.call) for node in lost])}") if lost else []
         return self._formed(Done(), stamp, woken)
 
     def ring(self, alarm: int, stamp: int) -> Step:
@@ -364,8 +221,8 @@ class Rendezvous(Machine, kw_only=True):
 
     @property
     def lasts(self) -> bool:
-        """Whether there is a result, which those who come late must hear."""
-        return self.closed is not None
+        """Whether there is a result, which those who come late must hear, or a run before this one."""
+        return self.closed is not None or self.run > 0
 
     # Inside
 
@@ -388,7 +245,8 @@ class Rendezvous(Machine, kw_only=True):
             return Step(Refused(decision.error, decision.fields))
         if self.origin is None:
             self.limits, self.settings, self.origin = command.limits, command.settings, node
-        self.run = max(self.run, command.run)
+        if not self.number:  # else it has been told to others
+            self.run = max(self.run, command.run)
         woken: list[Call] = []
         if member is not None:
             self._out(member)
@@ -396,7 +254,8 @@ class Rendezvous(Machine, kw_only=True):
         elif len(self.nodes) < self.limits.max_nodes:
             woken = self._end(f"{call} waits, and there is room for it")
         self._in(node)
-        return self._formed(WAIT, stamp, woken, node)
+        step = self._formed(WAIT, stamp, woken, node)
+        return step if member is None else step._replace(dropped=[member.call, *step.dropped])
 
     def _situation(self, newcomer: Node | None = None, command: Join | None = None, over: bool = False) -> Situation:
         """Put together what `decide` needs to know."""
@@ -418,7 +277,9 @@ class Rendezvous(Machine, kw_only=True):
         if command.limits == self.limits and command.settings == self.settings:
             return None
         mine, theirs = _settings(command.limits, command.settings), _settings(self.limits, self.settings)
-        what = next(name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name))
+        what = next((name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)), None)
+        if what is None:  # seconds that differ by less than one can see
+            return None
         return what, mine.get(what, "not set"), theirs.get(what, "not set")
 
     def _here(self, name: str) -> Node:
@@ -438,8 +299,6 @@ class Rendezvous(Machine, kw_only=True):
             del self.asked[node.rank]
         nodes = self.waiting if self.waiting.get(node.name) is node else self.nodes
         del nodes[node.name]
-        if not self.nodes and not self.waiting:
-            self.origin = None
 
     def _watch(self, call: Call, scope: int) -> Step:
         if self.closed is not None:
@@ -508,6 +367,8 @@ class Rendezvous(Machine, kw_only=True):
         last_call_over: bool = False,
     ) -> Step:
         """After a change: form a round if it is time, else set or stop the alarm; return the step that this makes."""
+        if not self.nodes and not self.waiting:  # whoever comes next begins anew
+            self.origin, self.past, self.ranks = None, self._remembered(), {}
         if not self.over or self.closed is not None:
             return Step(outcome, True, woken)
         decision = decide(self._situation(over=last_call_over))
@@ -523,12 +384,11 @@ class Rendezvous(Machine, kw_only=True):
 
     def _form(self, reason: str, stamp: int) -> None:
         """Form a round. Who was in the last one, lives, and has not come again is in none."""
-        self.past.update(self.ranks)
+        self.past = self._remembered()
         nodes = chosen(list(self.waiting.values()), self.ranks, self.limits.max_nodes)
         for node in list(self.nodes.values()):
             self._out(node)
         self.ranks = ranks_for(nodes, self.ranks, self.past)
-        self.past = dict(list(self.past.items())[-2 * self.limits.max_nodes :])
         self.nodes = {node.name: node for node in nodes}
         self.waiting = {name: node for name, node in self.waiting.items() if name not in self.nodes}
         head = self.nodes[next(iter(self.ranks))]
@@ -536,6 +396,11 @@ class Rendezvous(Machine, kw_only=True):
         self.number += 1
         self.before, self.scope = self.scope, stamp
         self.over, self.reason, self.last_call = "", reason, 0
+
+    def _remembered(self) -> dict[str, int]:
+        """Return the ranks of nodes that were in a round, of those who were lately."""
+        past = {name: rank for name, rank in self.past.items() if name not in self.ranks} | self.ranks
+        return dict(list(past.items())[-2 * self.limits.max_nodes :])
 
     def _round(self, name: str) -> list[Any]:
         rank = self.ranks[name]
@@ -581,35 +446,5 @@ for _command in (Join, Withdraw, Leave, Watch, Close, Open, Look):
     _command.machine = Rendezvous
 
 
-def _refuse(now: Situation) -> Refuse | None:
-    """Refuse a newcomer that cannot be in a round with those who are here, and say what is odd."""
-    newcomer, origin, limits = now.newcomer, now.origin, now.limits
-    if newcomer is None:
-        return None
-    if limits.min_nodes > limits.max_nodes:
-        members = f"{limits.min_nodes} to {limits.max_nodes} nodes, which is nobody"
-        return Refuse("NotAMember", {"member": newcomer.name, "members": members})
-    if newcomer.rank >= limits.max_nodes:
-        members = f"ranks 0 to {limits.max_nodes - 1}"
-        return Refuse("NotAMember", {"member": f"{newcomer.name} as rank {newcomer.rank}", "members": members})
-    if now.rival is not None:
-        return Refuse("RankTaken", {"rank": newcomer.rank, "member": newcomer.name, "other": str(now.rival.call)})
-    if origin is None:
-        return None
-    what, mine, theirs = now.differs or ("", "", "")
-    if not what and newcomer.host != origin.host and (newcomer.loopback or origin.loopback):
-        what = "endpoint"
-        mine, theirs = (f"{node.host}, {'loopback' if node.loopback else 'network'}" for node in (newcomer, origin))
-    if not what:
-        return None
-    fields = {"what": what, "mine": f"{mine} ({newcomer.call})", "theirs": theirs, "other": str(origin.call)}
-    return Refuse("Disagreement", fields)
-
-
 def _settings(limits: Limits, settings: Mapping[str, str]) -> dict[str, str]:
     return {name: f"{getattr(limits, name):g}" for name in limits.__struct_fields__} | dict(settings)
-
-
-def _few(names: Collection[str]) -> str:
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return f"{', '.join(islice(names, SHOWN))}{more}"

@@ -5,18 +5,18 @@ On our server it leaves nothing behind. On another store it keeps one key, `barr
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
 from rallypoint.core import barrier
 from rallypoint.deadline import Deadline, Timeout
-from rallypoint.recipes.hosting import Object, Progress
+from rallypoint.recipes.hosting import Object, Progress, Recipe
+from rallypoint.recipes.members import members_of, name_of
 
 __all__ = ["Barrier"]
 
 
-class Barrier:
+class Barrier(Recipe):
     """A point that all members reach before any goes on, as often as they like.
 
     `members` is how many there are, called 0 to n-1, or a list of their names. All members must say the same.
@@ -25,11 +25,9 @@ class Barrier:
     def __init__(self, store: Any, name: str, members: int | Sequence[str], progress: Progress | None = None) -> None:
         self._object = Object("barrier", store, name)
         self._last = Object("barrier", store, f"{name}/out")
-        self._members = _checked(members)
+        self._members = members_of(members)
+        self._arrival = barrier.Arrive(self._members)
         self._progress = progress
-
-    def __repr__(self) -> str:
-        return repr(self._object)
 
     def wait(self, member: int | str, timeout: Timeout | None = None) -> None:
         """Arrive, and return when all members have.
@@ -59,29 +57,4 @@ class Barrier:
             self._last.act(str(member), self._last.next_call(), command, 0.0)
 
     def _arrive(self, where: Object, member: int | str, deadline: Deadline) -> None:
-        where.perform(_name(member), barrier.Arrive(self._members), barrier.Withdraw, deadline, self._progress)
-
-
-def _checked(members: int | Sequence[str]) -> int | list[str]:
-    if isinstance(members, (bool, str, bytes)):
-        raise TypeError(f"members must be their number or a list of names, not {members!r}")
-    if isinstance(members, int):
-        if members < 1:
-            raise ValueError(f"a barrier needs at least one member, not {members}")
-        return members
-    names = list(members)
-    if not names:
-        raise ValueError("a barrier needs at least one member, and the list of names is empty")
-    for name in names:
-        if not isinstance(name, str):
-            raise TypeError(f"members must be their number or a list of names, and {name!r} is no name")
-    twice = [name for name, times in Counter(names).items() if times > 1]
-    if twice:
-        raise ValueError(f"every member must be named once, but {twice[0]!r} is named twice")
-    return names
-
-
-def _name(member: int | str) -> str:
-    if isinstance(member, bool) or not isinstance(member, (int, str)):
-        raise TypeError(f"a member must be a number or a name, not {member!r}")
-    return str(member)
+        where.perform(name_of(member), self._arrival, barrier.Withdraw, deadline, self._progress)

@@ -9,23 +9,19 @@ from typing import Any, Literal
 
 from rallypoint.core import exchange
 from rallypoint.deadline import Timeout
-from rallypoint.recipes.hosting import Object, Progress
+from rallypoint.recipes.hosting import Object, Progress, Recipe
+from rallypoint.recipes.members import count_of
 
 __all__ = ["Exchange"]
 
 
-class Exchange:
+class Exchange(Recipe):
     """Collectives of small data among `size` ranks, as often as they like, in the same order on all of them."""
 
     def __init__(self, store: Any, name: str, size: int, progress: Progress | None = None) -> None:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"an exchange needs at least one rank, not {size!r}")
-        self.size = size
+        self.size = count_of(size, "ranks")
         self._object = Object("exchange", store, name)
         self._progress = progress
-
-    def __repr__(self) -> str:
-        return repr(self._object)
 
     def all_gather(self, rank: int, data: bytes, timeout: Timeout | None = None) -> list[bytes]:
         """Give `data`, and return what all ranks gave, in their order.

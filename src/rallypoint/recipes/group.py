@@ -14,7 +14,8 @@ from rallypoint.core import roster
 from rallypoint.core.machine import Done
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import MembersMissing
-from rallypoint.recipes.hosting import PROGRESS_S, Object
+from rallypoint.recipes.hosting import PROGRESS_S, Object, Recipe
+from rallypoint.recipes.members import count_of, name_of, names_of
 
 __all__ = ["Group", "Member", "Membership", "MembershipEvent", "View"]
 
@@ -56,14 +57,11 @@ class MembershipEvent(NamedTuple):
     reason: str
 
 
-class Group:
+class Group(Recipe):
     """A set of named members that the processes of a job share."""
 
     def __init__(self, store: Any, name: str) -> None:
         self._object = Object("group", store, name)
-
-    def __repr__(self) -> str:
-        return repr(self._object)
 
     def members(self) -> View:
         """Return who is in now; one need not be a member to ask."""
@@ -83,7 +81,10 @@ class Group:
         `device_maps` says, for peers by name, to which of its devices each of ours goes. It must be one-to-one, and
         name devices that both sides have; peers that come later are held to it. Raises NameTaken, BadDeviceMap.
         """
-        maps = {peer: dict(way) for peer, way in (device_maps or {}).items()}
+        member = name_of(member)
+        maps = {name_of(peer): dict(way) for peer, way in (device_maps or {}).items()}
+        if maps:
+            count_of(len(maps), "device maps")
         call = self._object.next_call()
         outcome = self._object.act(member, call, roster.Join(info, list(devices), maps), 0.0)
         assert isinstance(outcome, Done)
@@ -126,8 +127,7 @@ class Membership:
 
     def wait_for(self, names: Sequence[str], timeout: Timeout | None = None) -> View:
         """Return the view in which all of these are members. Raises MembersMissing, which names those who are not."""
-        if isinstance(names, str):
-            raise TypeError(f"names must be a list of names, not {names!r}")
+        names = names_of(names)
         deadline = self._object.deadline(timeout)
         view = self.view
         while missing := [name for name in names if name not in view.members]:

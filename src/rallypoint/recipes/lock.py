@@ -10,12 +10,13 @@ from typing import Any
 from rallypoint.core import lock
 from rallypoint.deadline import Timeout
 from rallypoint.errors import RallypointError
-from rallypoint.recipes.hosting import Object, Progress
+from rallypoint.recipes.hosting import Object, Progress, Recipe
+from rallypoint.recipes.members import name_of
 
 __all__ = ["Lock"]
 
 
-class Lock:
+class Lock(Recipe):
     """A lock that the processes of a job share: a context manager, first come, first served.
 
     It hangs on the session of the store that it was made with. Give `fence`, which grows with every holder, along with
@@ -24,14 +25,11 @@ class Lock:
 
     def __init__(self, store: Any, name: str, member: str = "holder", progress: Progress | None = None) -> None:
         self._object = Object("lock", store, name)
-        self._member = member
+        self._member = name_of(member)
         self._progress = progress
         self._call = 0
         self.fence = 0
         """The number of this holder, larger than those of all before it; 0 when it was never held."""
-
-    def __repr__(self) -> str:
-        return repr(self._object)
 
     def acquire(self, timeout: Timeout | None = None) -> int:
         """Wait for the lock, and return its fence. Raises MembersMissing, which names the holder, at the timeout."""

@@ -28,7 +28,8 @@ import msgspec
 from rallypoint import net
 from rallypoint.core.machine import Call, Command, Done, Machine, Refused, Step, Waiting
 from rallypoint.deadline import Deadline
-from rallypoint.errors import SessionLost
+from rallypoint.errors import SessionLost, StoreTimeout
+from rallypoint.store.base import Store
 
 __all__ = ["StoreHost"]
 
@@ -37,8 +38,10 @@ GRACE_S = 4.0
 """How long a pulse may stand still."""
 
 SLICE_S = 1.0
-"""How long a member waits for the bell before it feels pulses. A client of torch's has one lock, so while it waits the
-pulse of its process stands still, too."""
+"""How long a member waits for the bell before it feels pulses."""
+
+LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.032
+"""How long it pauses between two looks for the bell, on a store where it cannot wait for it."""
 
 NEIGHBOURS = 8
 """How many pulses one member feels."""
@@ -66,10 +69,14 @@ _EMPTY = msgspec.json.encode(_State(0, "", 0, [], msgspec.Raw(b"{}"))).decode()
 class StoreHost:
     """The objects of one store, hosted by their members."""
 
+    hosted_by = "members"
+
     def __init__(self, store: Any) -> None:
-        self.label = repr(store)
+        self.label = repr(store) if isinstance(store, Store) else _label(store)
         self._store = store
         self._pulse = _pulse_of(store)
+        self._alarms: dict[str, tuple[int, float]] = {}
+        self._felt_at: dict[str, float] = {}
 
     def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
         """Carry out a command, or look at one that waits; return why it still does when `wait_s` have passed."""
@@ -83,9 +90,13 @@ class StoreHost:
             looks = True
             if isinstance(step.outcome, (Done, Refused)):
                 return step.outcome
-            if deadline.expired():
+            due_s = self._until_alarm(place, machine)
+            if due_s <= 0:
+                self._ring(place, machine)
+            elif deadline.expired():
+                self._bury_the_dead(place, machine)
                 return machine.why(caller)
-            if not self._hear(f"{place}:bell:{state.bell + 1}", min(deadline.remaining(), SLICE_S)):
+            elif not self._hear(f"{place}:bell:{state.bell + 1}", min(deadline.remaining(), SLICE_S, due_s)):
                 self._bury_the_dead(place, machine)
 
     def _apply(
@@ -103,8 +114,32 @@ class StoreHost:
             if not step.changed or self._write(place, blob, state, machine, step):
                 return state, machine, step
 
+    def _until_alarm(self, place: str, machine: Machine) -> float:
+        """Say in how many seconds a machine's alarm is due, counted from when we first saw it."""
+        if machine.alarm is None:
+            self._alarms.pop(place, None)
+            return float("inf")
+        number, after_s = machine.alarm
+        seen, since = self._alarms.get(place, (0, 0.0))
+        if seen != number:
+            since = time.monotonic()
+            self._alarms[place] = (number, since)
+        return since + after_s - time.monotonic()
+
+    def _ring(self, place: str, machine: Machine) -> None:
+        """Let an alarm ring that is due, unless another member was faster."""
+        assert machine.alarm is not None
+        blob, state, now = self._read(place, type(machine))
+        step = now.ring(machine.alarm[0], state.version + 1)
+        if step.changed:
+            self._write(place, blob, state, now, step)
+
     def _bury_the_dead(self, place: str, machine: Machine) -> None:
-        """Take sessions out whose pulse stands still."""
+        """Take sessions out whose pulse stands still; it is felt once in a while, however often this is called."""
+        felt_at, now_at = self._felt_at.get(place, float("-inf")), time.monotonic()
+        if now_at < felt_at + SLICE_S / 2:
+            return
+        self._felt_at[place] = now_at
         for session in self._pulse.still(self._store, machine.sessions()):
             while True:
                 blob, state, now = self._read(place, type(machine))
@@ -137,14 +172,30 @@ class StoreHost:
         return True
 
     def _hear(self, bell: str, within_s: float) -> bool:
-        began_at = time.monotonic()
+        if not isinstance(self._store, Store):
+            return self._listen(bell, within_s)
         try:
             self._store.wait([bell], timedelta(seconds=within_s))
             return True
-        except RuntimeError:  # a time-out of ours, or of torch's
-            if time.monotonic() - began_at < within_s / 2:
-                raise
+        except StoreTimeout:
             return False
+
+    def _listen(self, bell: str, within_s: float) -> bool:
+        """Look for the bell again and again. A client of torch's has one lock, so nobody else of this process could
+        use it during a wait, the pulse included; and it prints a warning for every wait that ends by its time-out."""
+        deadline, pause_s = Deadline(within_s), LEAST_PAUSE_S
+        while not self._store.check([bell]):
+            if deadline.expired():
+                return False
+            time.sleep(min(pause_s, deadline.remaining()))
+            pause_s = min(2 * pause_s, MOST_PAUSE_S)
+        return True
+
+
+def _label(store: Any) -> str:
+    """Name a store of another kind; torch's own repr asks the resolver for its peer's name, which may take seconds."""
+    host, port = (getattr(store, name, None) for name in ("host", "port"))
+    return f"<{type(store).__name__} of {type(store).__module__}{'' if host is None else f' at {host}:{port}'}>"
 
 
 class Pulse:
