@@ -10,7 +10,8 @@ or by its class: `TCPStore`, `FileStore`, `HashStore`, all with the names and si
 
 On a store, the processes of a job come together: `Barrier` waits for everybody and names who is missing, `Exchange`
 gives every rank what all have given, `Lock` has one holder and dies with it, `Group` knows who is in and tells who
-comes and goes. They live on our server, or on any store that there is.
+comes and goes. They live on our server, or on any store that there is. `Rendezvous` forms rounds of nodes, with ranks
+that they keep, and tells them when to form another.
 
 A server is a process of its own: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
 program. Unmodified PyTorch programs use it as their TCPStore.
@@ -41,6 +42,8 @@ from rallypoint.errors import (
     NotAnInteger,
     QueueEmpty,
     RallypointError,
+    RankTaken,
+    RunClosed,
     ServerFailed,
     ServerRestarted,
     SessionLost,
@@ -58,6 +61,7 @@ from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import connect
 
 if TYPE_CHECKING:
+    from rallypoint.elastic.rendezvous import Rendezvous, Round
     from rallypoint.recipes.barrier import Barrier
     from rallypoint.recipes.exchange import Exchange
     from rallypoint.recipes.group import Group
@@ -85,6 +89,8 @@ __all__ = [
     "Exchange",
     "Lock",
     "Group",
+    "Rendezvous",
+    "Round",
     # the server
     "Server",
     # errors
@@ -106,6 +112,8 @@ __all__ = [
     "Disagreement",
     "NameTaken",
     "BadDeviceMap",
+    "RankTaken",
+    "RunClosed",
     "NetworkError",
     "ConnectFailed",
     "ConnectionLost",
@@ -124,6 +132,8 @@ _LAZY = {
     "Exchange": "rallypoint.recipes.exchange",
     "Lock": "rallypoint.recipes.lock",
     "Group": "rallypoint.recipes.group",
+    "Rendezvous": "rallypoint.elastic.rendezvous",
+    "Round": "rallypoint.elastic.rendezvous",
 }
 
 

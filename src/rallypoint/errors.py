@@ -426,7 +426,7 @@ class RunClosed(MeetingError):
 
     def __init__(self, *, thing: str, result: str, reason: str) -> None:
         super().__init__(
-            f"{thing} was closed with the result {result!r}: {reason}. Open it again to begin a new run under this name.",
+            f"{thing} was closed with the result {result!r}: {reason}. To begin a new run under this name, open it.",
             thing=thing,
             result=result,
             reason=reason,

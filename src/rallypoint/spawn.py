@@ -9,6 +9,7 @@ Rejected: a thread in this process; a rank busy in Python would stall everyone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import select
@@ -31,6 +32,9 @@ STOP_S = 5.0
 STATISTICS_S = 30.0
 """How long a server may take to say what it holds."""
 
+_left_alone: list[subprocess.Popen[bytes]] = []
+"""Children that outlive us: kept, for one that is forgotten while it runs makes Python complain."""
+
 _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.process import main; main()"
 
 
@@ -39,7 +43,8 @@ class Server:
 
     `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `max_memory` bounds all that
     clients may make it hold (default 4 GiB), `max_connection_memory` the largest request and answer (256 MiB), both in
-    bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager.
+    bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager. With
+    `outlive` it does not end with this process, but when nobody has been connected for so long.
     Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
     """
 
@@ -52,16 +57,22 @@ class Server:
         max_memory: int | None = None,
         max_connection_memory: int | None = None,
         grace: Timeout | None = None,
+        outlive: Timeout | None = None,
         start_timeout: Timeout = 30.0,
     ) -> None:
         deadline = Deadline(start_timeout)
         limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
-        settings = {"fds": [sock.fileno() for sock in sockets], "parent_pid": os.getpid(), **limits}
+        life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": seconds(outlive, "outlive")}
+        settings = {"fds": [sock.fileno() for sock in sockets], **life, **limits}
         try:
             self.port: int = sockets[0].getsockname()[1]
-            self._child, ready = _start(settings)
-            self._finalizer = weakref.finalize(self, _stop, self._child, os.getpid())
+            self._child, ready = _start(settings, quiet=outlive is not None)
+            self._stop = functools.partial(_stop, self._child, os.getpid())
+            if outlive is None:
+                weakref.finalize(self, self._stop)
+            else:
+                _left_alone.append(self._child)
             self.url = self._await_url(ready, deadline)
         finally:
             for sock in sockets:
@@ -91,7 +102,7 @@ class Server:
 
     def close(self) -> None:
         """End the server and free its port; harmless when it is closed already."""
-        self._finalizer()
+        self._stop()
 
     def __enter__(self) -> Server:
         return self
@@ -135,14 +146,19 @@ def _limits(grace: Timeout | None, **sizes: int | None) -> dict[str, Any]:
     return {**given, "grace_s": grace_s}
 
 
-def _start(settings: dict[str, Any]) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the child; return it, and where it will write its URL."""
+def _start(settings: dict[str, Any], quiet: bool) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the child; return it, and where it will write its URL. One that outlives us must not hold our output."""
     reader, writer = os.pipe()
     settings = {**settings, "ready_fd": writer}
     command = [sys.executable, "-I", "-c", _BOOT, json.dumps(_module_path()), json.dumps(settings)]
     try:
         child = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, pass_fds=[*settings["fds"], writer], start_new_session=True
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if quiet else None,
+            stderr=subprocess.DEVNULL if quiet else None,
+            pass_fds=[*settings["fds"], writer],
+            start_new_session=True,
         )
     except BaseException as error:
         os.close(reader)

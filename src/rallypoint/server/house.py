@@ -14,7 +14,7 @@ import secrets
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -26,6 +26,7 @@ from rallypoint.core.objects import Objects
 from rallypoint.core.records import show
 from rallypoint.core.session import Ledger, Session
 from rallypoint.server.connection import Connection
+from rallypoint.server.doors import Doors
 from rallypoint.server.settings import Settings
 
 __all__ = ["House"]
@@ -72,6 +73,17 @@ class House:
         """When `tick` will run next."""
 
         self._timer: asyncio.TimerHandle | None = None
+        self.doors = Doors(self)
+        self.on_alone: Callable[[], None] = lambda: None
+        """Called when nobody has been here for as long as the settings say."""
+
+        self._alone_since: float | None = None
+        self._closed = False
+
+    @property
+    def connections(self) -> int:
+        """How many are connected."""
+        return len(self._connections)
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Start to serve on bound, listening sockets."""
@@ -87,6 +99,8 @@ class House:
 
     async def close(self) -> None:
         """Stop listening and hang up on everybody."""
+        self._closed = True
+        await self.doors.close_all()
         for server in self._servers:
             server.close()
         for connection in list(self._connections):
@@ -116,6 +130,7 @@ class House:
             "watches": engine.watches,
             "leased_keys": engine.leased_keys,
             "objects": self.sessions.objects.statistics(),
+            "doors": self.doors.statistics(),
             "bytes": engine.size + self._held + self.sessions.ledger.kept,
             "max_bytes": self.settings.max_memory,
             "revision": engine.revision,
@@ -202,8 +217,11 @@ class House:
     # Inside
 
     def _sweep(self) -> None:
+        if self._closed:
+            return
         asyncio.get_running_loop().call_later(SWEEP_S, self._sweep)
         now = time.monotonic()
+        self._end_when_alone(now)
         for connection, since in list(self._newcomers.items()):
             if now - since < self.settings.greeting_s:
                 break  # the rest came later
@@ -213,6 +231,14 @@ class House:
         self.engine.sweep_turns()
         self.tick()
         self._log_refusals()
+
+    def _end_when_alone(self, now: float) -> None:
+        if self._connections or self.doors.connections:
+            self._alone_since = None
+        elif self._alone_since is None:
+            self._alone_since = now
+        elif self.settings.alone_s is not None and now - self._alone_since >= self.settings.alone_s:
+            self.on_alone()
 
     def _log_refusals(self) -> None:
         now, before = (self._refused, self.sessions.refused), self._logged

@@ -2,16 +2,21 @@
 
 `GET /healthz` answers "ok" while the server serves, `GET /about` which server this is and `GET /statistics` what it
 holds and who is here, both as JSON. `GET /` is a plain page that says what this is, what it holds and who is here, as
-far as a person reads.
+far as a person reads. `PUT /doors/RUN/ROUND` opens a door (`server/doors.py`) and answers its port, `DELETE /doors/RUN`
+closes it.
 """
 
 from __future__ import annotations
 
 import html
 import json
+import urllib.parse
 from typing import TYPE_CHECKING, Any
 
 import h11
+
+from rallypoint.errors import AddressTaken
+from rallypoint.server.doors import TooLate
 
 if TYPE_CHECKING:
     from rallypoint.server.connection import Connection
@@ -105,6 +110,8 @@ class WebFace:
 
     def _resource(self, request: h11.Request) -> tuple[int, str, bytes]:
         path = request.target.partition(b"?")[0]
+        if path.startswith(b"/doors/") and request.method in (b"PUT", b"DELETE"):
+            return self._door(request.method, *path.decode("ascii", "replace").split("/")[2:])
         if request.method not in (b"GET", b"HEAD"):
             return 405, "text/plain", b"only GET and HEAD are answered here\n"
         if path == b"/healthz":
@@ -116,6 +123,17 @@ class WebFace:
         if path == b"/":
             return 200, "text/html", _page(self._house.statistics(ON_THE_PAGE)).encode()
         return 404, "text/plain", b"nothing here: try /, /about, /healthz or /statistics\n"
+
+    def _door(self, method: bytes, run: str, *rest: str) -> tuple[int, str, bytes]:
+        name, doors = urllib.parse.unquote(run), self._house.doors
+        if method == b"DELETE" and not rest:
+            return 200, "application/json", json.dumps({"closed": doors.close(name)}).encode()
+        if method == b"DELETE" or len(rest) != 1 or not rest[0].isdecimal():
+            return 404, "text/plain", b"nothing here: PUT /doors/RUN/ROUND, or DELETE /doors/RUN\n"
+        try:
+            return 200, "application/json", json.dumps({"port": doors.open(name, int(rest[0]))}).encode()
+        except (TooLate, AddressTaken) as error:
+            return 409, "text/plain", f"{error}\n".encode()
 
 
 def _page(facts: dict[str, Any]) -> str:

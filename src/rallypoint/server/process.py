@@ -76,6 +76,7 @@ async def _serve(settings: Settings, sockets: list[socket.socket], ready: Callab
     else:
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the parent's to judge
         _watch_parent(settings.parent_pid, stop)
+    house.on_alone = stop.set
     await house.open(sockets)
     gc.freeze()  # what is here now stays; collections need not look at it again
     url = _url(sockets)

@@ -35,6 +35,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int | None = None
     """The process to live and die with."""
 
+    alone_s: float | None = None
+    """End after so long with nobody connected; None: never."""
+
     max_memory: int = 4096 * MIB
     """Everything held for clients: keys, values, waits and what is on its way in or out.
 

@@ -20,6 +20,7 @@ import socket
 import threading
 import time
 import weakref
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rallypoint import net
@@ -45,24 +46,32 @@ PAUSE_S = 0.05
 ABOUT_BYTES = 16 * 1024
 
 _ABOUT = b"GET /about HTTP/1.0\r\n\r\n"
-_tenants: weakref.WeakValueDictionary[tuple[str, int], Server] = weakref.WeakValueDictionary()
+_tenants: weakref.WeakValueDictionary[tuple[tuple[str, ...], int], Server] = weakref.WeakValueDictionary()
 _tenants_lock = threading.Lock()
 
 
-def serve(host: str, port: int, multi_tenant: bool, fd: int | None, deadline: Deadline) -> Server | None:
+def serve(
+    host: str | Sequence[str],
+    port: int,
+    multi_tenant: bool,
+    fd: int | None,
+    deadline: Deadline,
+    outlive_s: float | None = None,
+) -> Server | None:
     """Start a server child, or share one: that of this process, which ends with its last user, or (None) another's.
 
     Raises AddressTaken, with who has the port.
     """
+    hosts = (host,) if isinstance(host, str) else tuple(host)
     if fd is not None or port == 0:
-        return _start(host, port, multi_tenant, fd)
+        return _start(hosts, port, multi_tenant, fd, outlive_s)
     patience = Deadline(min(deadline.timeout_s, START_S) if multi_tenant else PROBE_S)
     moment = Deadline(min(deadline.timeout_s, PROBE_S))
     holder: Holder | None = None
     while True:
         last = moment.expired()
         try:
-            return _start(host, port, multi_tenant, None)
+            return _start(hosts, port, multi_tenant, None, outlive_s)
         except AddressTaken as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
                 raise
@@ -77,15 +86,15 @@ def serve(host: str, port: int, multi_tenant: bool, fd: int | None, deadline: De
         time.sleep(min(PAUSE_S, moment.remaining()))
 
 
-def _start(host: str, port: int, multi_tenant: bool, fd: int | None) -> Server:
+def _start(hosts: tuple[str, ...], port: int, multi_tenant: bool, fd: int | None, outlive_s: float | None) -> Server:
     from rallypoint.spawn import Server
 
     with _tenants_lock:
-        server = _tenants.get((host, port)) if multi_tenant else None
+        server = _tenants.get((hosts, port)) if multi_tenant else None
         if server is None or not server.running():
-            server = Server(host, port, fd=fd)
+            server = Server(hosts, port, fd=fd, outlive=outlive_s)
             if multi_tenant:
-                _tenants[host, server.port] = server
+                _tenants[hosts, server.port] = server
         return server
 
 

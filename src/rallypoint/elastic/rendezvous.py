@@ -1,0 +1,333 @@
+"""Rendezvous: the nodes of a run form a round, keep their ranks, and are told when they have to form another.
+
+On our server a round of n nodes takes n requests, and a node that dies is known when its session ends. On another
+store the nodes host the rendezvous themselves, by compare-and-set on the key `rendezvous:RUN`. What they store together
+in a round is under `round:RUN:SCOPE/`, and is deleted when the next round begins, or the last node leaves.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import socket
+import sys
+import threading
+from collections.abc import Callable, Mapping
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from rallypoint.core import rendezvous
+from rallypoint.core.gathering import Limits
+from rallypoint.core.machine import MAX_MEMBERS, MAX_NAME, Done
+from rallypoint.core.rendezvous import MAX_TEXT
+from rallypoint.deadline import Timeout, seconds
+from rallypoint.elastic.home import is_loopback
+from rallypoint.errors import NameTaken, RallypointError
+from rallypoint.recipes.hosting import PROGRESS_S, Object, Progress, Recipe
+from rallypoint.store.base import Store
+from rallypoint.store.prefix import PrefixStore
+
+__all__ = ["Change", "Node", "Rendezvous", "Round", "Status"]
+
+JOIN_S = 600.0
+LAST_CALL_S = 5.0
+LOOK_S = 0.5
+"""How often a watch looks on a store that the members host on: a client of torch's has one lock, so a wait would keep
+everybody else from it."""
+
+TWINS = 1000
+"""How many nodes of one machine get names of their own."""
+
+
+class Node(NamedTuple):
+    """A node of a round: what it goes by, on which host, and which process it is (empty if it is not here any more)."""
+
+    name: str
+    host: str
+    where: str
+
+
+class Status(NamedTuple):
+    """What there is: `phase` is gathering, formed or closed, `nodes` has ranks by name, `reason` says why in words."""
+
+    phase: str
+    reason: str
+    round: int
+    nodes: Mapping[str, int]
+    waiting: tuple[str, ...]
+    spares: tuple[str, ...]
+    min_nodes: int
+    max_nodes: int
+    over: str
+    """Why the last round does not stand."""
+
+    result: str | None
+
+
+class Round:
+    """One round as one of its nodes sees it; `store` is for this round alone."""
+
+    def __init__(self, shared: Object, told: list[Any], store: Any) -> None:
+        _, number, scope, rank, size, first, _, reason = told
+        self.number: int = number
+        self.rank: int = rank
+        self.world_size: int = size
+        self.reason: str = reason
+        self.scope: int = scope
+        self.first = Node(first[0], first[1], "")
+        """The node of rank 0, with the address where others reach it as its host."""
+
+        self.store: Any = store
+        self._object = shared
+
+    def __repr__(self) -> str:
+        return f"<round {self.number} of {self._object!r}: rank {self.rank} of {self.world_size}>"
+
+    @cached_property
+    def nodes(self) -> tuple[Node, ...]:
+        """All nodes of this round, by rank; asks the store once. Nobody is listed once another round was formed."""
+        outcome = self._object.act("", self._object.next_call(), rendezvous.Look(self.scope), 0.0)
+        assert isinstance(outcome, Done)
+        return tuple(Node(*row) for row in outcome.answer)
+
+
+class Change:
+    """Whether a round is over, and why: an event that is set once."""
+
+    def __init__(self, callback: Callable[[str], object] | None = None) -> None:
+        self.reason = ""
+        self._event = threading.Event()
+        self._callback = callback
+
+    def is_set(self) -> bool:
+        """Say whether the round is over."""
+        return self._event.is_set()
+
+    def wait(self, timeout: Timeout | None = None) -> bool:
+        """Wait until the round is over, or the time is; say which."""
+        return self._event.wait(None if timeout is None else seconds(timeout))
+
+    def set(self, reason: str) -> None:
+        """Tell whoever waits."""
+        self.reason = reason
+        self._event.set()
+        if self._callback is not None:
+            self._callback(reason)
+
+
+class Rendezvous(Recipe):
+    """Where the nodes of one run come together, again and again.
+
+    A round has at least `min_nodes` and at most `max_nodes`; when enough are here, it waits `last_call` for more, but
+    not when everybody of the last round is back. A node goes by `node` (its host name if none is given), under which it
+    gets its rank back when it returns, or by a `rank` that it asks for. All nodes must bring the same `settings`.
+    `on_change` is called, in a thread of its own, with the reason when a round is over.
+    """
+
+    def __init__(
+        self,
+        store: Any,
+        run_id: str,
+        min_nodes: int,
+        max_nodes: int | None = None,
+        *,
+        node: str | None = None,
+        rank: int | None = None,
+        settings: Mapping[str, object] | None = None,
+        last_call: Timeout = LAST_CALL_S,
+        address: str | None = None,
+        progress: Progress | None = None,
+        on_change: Callable[[str], object] | None = None,
+    ) -> None:
+        self._object = Object("rendezvous", store, run_id)
+        self.node = node if node is not None else socket.gethostname()
+        self._store = store
+        self._named = node is not None
+        self._on_change = on_change
+        self._progress = progress
+        self._join = rendezvous.Join(
+            Limits(*_limits(min_nodes, max_nodes), seconds(last_call, "last_call")),
+            {str(name)[:MAX_NAME]: _short(str(value)) for name, value in (settings or {}).items()},
+            -1 if rank is None else _rank(rank),
+            socket.gethostname(),
+            address or _address_of(store),
+            is_loopback(_host_of(store)),
+        )
+        if not self.node or len(self.node) > MAX_NAME:
+            raise ValueError(f"the name of a node has 1 to {MAX_NAME} characters, not {self.node!r}")
+        self._round: Round | None = None
+        self._call = 0
+        self._watch: _Watch | None = None
+        self._lock = threading.Lock()
+
+    def join(self, timeout: Timeout | None = None) -> Round:
+        """Come, or come again, and return the next round once this node is in it.
+
+        Raises MembersMissing when none was formed in time (600 s if not told; a spare waits as long as it takes),
+        RunClosed when the run has its result, Disagreement, NameTaken, RankTaken and NotAMember at once.
+        """
+        self._stop_watching()
+        deadline = self._object.deadline(JOIN_S if timeout is None else timeout)
+        twin = 1
+        base = self.node
+        while True:
+            try:
+                call, told = self._object.perform(self.node, self._join, rendezvous.Withdraw, deadline, self._progress)
+                break
+            except NameTaken:
+                twin += 1
+                if self._named or twin > TWINS:
+                    raise
+                self.node = f"{base}#{twin}"
+        self._named = True
+        self._call, self._join.run = call, told[0]
+        self._round = Round(self._object, told, self._scoped(told[2]))
+        if self._round.rank == 0:
+            self._drop(told[6])
+        if self._on_change is not None:
+            self.changed  # noqa: B018 - starts the watch
+        return self._round
+
+    @property
+    def changed(self) -> Change:
+        """Whether this node's round is over, and why: then come again. It is not set before there is a round."""
+        with self._lock:
+            if self._round is None:
+                return Change()
+            if self._watch is None:
+                self._watch = _Watch(self._object, self.node, self._round.scope, Change(self._on_change))
+            return self._watch.change
+
+    def leave(self) -> None:
+        """Leave the round, or the wait for one; the run goes on without this node."""
+        self._stop_watching()
+        if self._call:
+            outcome = self._object.act(self.node, self._object.next_call(), rendezvous.Leave(self._call), 0.0)
+            if isinstance(outcome, Done) and outcome.answer == 0 and self._round is not None:
+                self._drop(self._round.scope)
+        self._call, self._round = 0, None
+
+    def close(self, result: str, reason: str = "") -> bool:
+        """End the run with its result, for everybody; say whether it was still open."""
+        command = rendezvous.Close(_short(result), _short(reason or f"closed by {self.node}"))
+        return bool(self._done(command))
+
+    def open(self) -> bool:
+        """Begin a new run under this id where the last one was closed; say whether it was."""
+        self._join.run = -1
+        return bool(self._done(rendezvous.Open()))
+
+    def status(self) -> Status:
+        """Return what there is now; one need not be a node to ask."""
+        told = self._done(rendezvous.Look())
+        told["waiting"], told["spares"] = tuple(told["waiting"]), tuple(told["spares"])
+        return Status(**{name: told[name] for name in Status._fields})
+
+    def __enter__(self) -> Rendezvous:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.leave()
+
+    def _done(self, command: Any) -> Any:
+        outcome = self._object.act(self.node, self._object.next_call(), command, 0.0)
+        assert isinstance(outcome, Done)
+        return outcome.answer
+
+    def _stop_watching(self) -> None:
+        with self._lock:
+            watch, self._watch = self._watch, None
+        if watch is not None:
+            watch.stop()
+
+    def _prefix(self, scope: int) -> str:
+        return f"round:{self._object.name}:{scope}"
+
+    def _scoped(self, scope: int) -> Any:
+        if isinstance(self._store, Store):
+            return PrefixStore(self._prefix(scope), self._store)
+        return sys.modules["torch"].distributed.PrefixStore(self._prefix(scope), self._store)
+
+    def _drop(self, scope: int) -> None:
+        """Delete what a round has stored, where the store can."""
+        if scope and hasattr(self._store, "delete_prefix"):
+            with contextlib.suppress(RallypointError):
+                self._store.delete_prefix(f"{self._prefix(scope)}/")
+
+
+class _Watch:
+    """A daemon thread that waits for a round to be over."""
+
+    def __init__(self, shared: Object, member: str, scope: int, change: Change) -> None:
+        self.change = change
+        self._object = shared
+        self._member = member
+        self._command = rendezvous.Watch(scope)
+        self._call = shared.next_call()
+        self._stopped = threading.Event()
+        threading.Thread(target=self._run, name=f"watch of {shared.thing}", daemon=True).start()
+
+    def stop(self) -> None:
+        """End the watch; nobody will hear of it any more."""
+        self._stopped.set()
+        if not self.change.is_set():
+            with contextlib.suppress(RallypointError):
+                self._object.act(self._member, self._object.next_call(), rendezvous.Withdraw(self._call), 0.0)
+
+    def _run(self) -> None:
+        pushed = self._object.statistics().hosted_by == "server"
+        try:
+            while not self._stopped.is_set():
+                wait_s = PROGRESS_S if pushed else 0.0
+                outcome = self._object.act(self._member, self._call, self._command, wait_s)
+                if isinstance(outcome, Done):
+                    self._tell(str(outcome.answer))
+                    return
+                if not pushed:
+                    self._stopped.wait(LOOK_S)
+        except (RallypointError, RuntimeError) as error:  # torch's stores raise the latter
+            self._tell(f"the store is lost: {error}")
+
+    def _tell(self, reason: str) -> None:
+        if not self._stopped.is_set():
+            self.change.set(reason)
+
+
+def _limits(min_nodes: int, max_nodes: int | None) -> tuple[int, int]:
+    least, most = min_nodes, min_nodes if max_nodes is None else max_nodes
+    for what, count in (("min_nodes", least), ("max_nodes", most)):
+        if isinstance(count, bool) or not isinstance(count, int):
+            raise TypeError(f"{what} must be a number of nodes, not {count!r}")
+        if not 1 <= count <= MAX_MEMBERS:
+            raise ValueError(f"{what} must be 1 to {MAX_MEMBERS}, not {count}")
+    if least > most:
+        raise ValueError(f"min_nodes must not be more than max_nodes, but {least} is more than {most}")
+    return least, most
+
+
+def _rank(rank: int) -> int:
+    if isinstance(rank, bool) or not isinstance(rank, int):
+        raise TypeError(f"rank must be a number, not {rank!r}")
+    if not 0 <= rank < MAX_MEMBERS:
+        raise ValueError(f"rank must be 0 to {MAX_MEMBERS - 1}, not {rank}")
+    return rank
+
+
+def _short(text: str) -> str:
+    """Return a text, or its digest where it is long: it is only compared."""
+    return text if len(text) <= MAX_TEXT else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
+
+
+def _host_of(store: Any) -> str:
+    backend = getattr(store, "_backend", store)
+    return str(getattr(backend, "host", ""))
+
+
+def _address_of(store: Any) -> str:
+    """Return an address of this machine that others can use: the one from which it reaches the store."""
+    host = _host_of(store)
+    if host and not is_loopback(host):
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    return socket.gethostname()

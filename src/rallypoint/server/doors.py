@@ -1,0 +1,97 @@
+"""Doors: ports of one server behind which there is a store of its own, for one round of one run.
+
+PyTorch's workers use their store without a prefix, and cannot be told one: the workers of another job, or of the round
+before, would find each other's keys. So every round of a run gets a door. Opening the door of a later round closes that
+of the one before: whoever is still behind it is hung up on, and what was stored there is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from rallypoint import net
+
+if TYPE_CHECKING:
+    from rallypoint.server.house import House
+
+__all__ = ["Doors", "TooLate"]
+
+MAX_DOORS = 1024
+
+
+class TooLate(Exception):
+    """The door of a later round is open, or there are too many doors."""
+
+
+class _Door(NamedTuple):
+    """One door."""
+
+    scope: int
+    port: int
+    house: House
+    opening: asyncio.Task[None]
+
+
+class Doors:
+    """The doors of one server, by the name of a run."""
+
+    def __init__(self, house: House) -> None:
+        self._house = house
+        self._doors: dict[str, _Door] = {}
+        self._closing: set[asyncio.Task[None]] = set()
+
+    @property
+    def connections(self) -> int:
+        """How many are connected behind all doors."""
+        return sum(door.house.connections for door in self._doors.values())
+
+    def open(self, name: str, scope: int) -> int:
+        """Open the door of a round, and return its port; it may be open already."""
+        door = self._doors.get(name)
+        if door is not None and door.scope > scope:
+            raise TooLate(f"the door of round {door.scope} of {name!r} is open, and {scope} is over")
+        if door is not None and door.scope == scope:
+            return door.port
+        if door is None and len(self._doors) >= MAX_DOORS:
+            raise TooLate(f"there are {MAX_DOORS} doors, and no more are allowed")
+        self.close(name)
+        hosts = [sock.getsockname()[0] for sock in self._house.sockets]
+        sockets = net.listen(hosts, 0)
+        behind = type(self._house)(self._house.settings)
+        opening = asyncio.get_running_loop().create_task(behind.open(sockets))
+        port = int(sockets[0].getsockname()[1])
+        self._doors[name] = _Door(scope, port, behind, opening)
+        return port
+
+    def close(self, name: str) -> bool:
+        """Close the door of a run; say whether there was one."""
+        door = self._doors.pop(name, None)
+        if door is not None:
+            task = asyncio.get_running_loop().create_task(_close(door))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
+        return door is not None
+
+    async def close_all(self) -> None:
+        """Close all doors."""
+        for name in list(self._doors):
+            self.close(name)
+        await asyncio.gather(*self._closing)
+
+    def statistics(self) -> dict[str, Any]:
+        """Say what is behind each door."""
+        return {
+            name: {
+                "round": door.scope,
+                "port": door.port,
+                "connections": door.house.connections,
+                "keys": door.house.engine.statistics().keys,
+            }
+            for name, door in self._doors.items()
+        }
+
+
+async def _close(door: _Door) -> None:
+    await door.opening
+    await door.house.close()

@@ -1,0 +1,208 @@
+"""The torchrun plug-in: `torchrun --rdzv-backend=rallypoint --rdzv-endpoint=host:29400 ...`.
+
+The endpoint is a rallypoint server that runs already, or else the node whose address that is starts one, which outlives
+the agent. Workers get as MASTER_ADDR and MASTER_PORT a door of that server (`server/doors.py`), so that each round has
+a store of its own that dies with no worker and no agent.
+
+torchrun calls `shutdown` when an agent ends, whatever came of it, and its own handlers then close the rendezvous for
+all. Here it is leaving: other nodes go on, and form another round. It closes the run only where all agents of the round
+have passed torchrun's exit barrier, which they do when their workers have succeeded.
+
+torchrun asks `num_nodes_waiting` at every look at its workers. A round that is over, because a node was lost, left or
+waits, counts as one: then the agent stops its workers and comes again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+)
+
+from rallypoint import net
+from rallypoint.core.machine import Waiting
+from rallypoint.elastic import home
+from rallypoint.elastic.rendezvous import Rendezvous, Round
+from rallypoint.errors import MembersMissing, NetworkError, RallypointError, RunClosed
+from rallypoint.server.settings import DEFAULT_PORT
+from rallypoint.torch import TorchStore
+
+__all__ = ["TorchrunHandler", "create_handler", "handler"]
+
+log = logging.getLogger("rallypoint.torchrun")
+
+OPTIONS = {
+    "join_timeout": "seconds that a node waits for a round (600)",
+    "last_call_timeout": "seconds that a round of enough nodes waits for more (30)",
+    "read_timeout": "seconds that an operation of the store may take (60)",
+    "timeout": "the same as read_timeout",
+    "is_host": "whether this node starts the server, if none runs (else found out from the endpoint)",
+    "rank": "the rank that this node asks for",
+    "node": "the name of this node, by which it gets its rank back (its host name)",
+}
+ACCEPTED = {
+    "store_type": "there is one kind of store",
+    "close_timeout": "closing is one request",
+    "keep_alive_interval": "liveness is the connection",
+    "keep_alive_max_attempt": "liveness is the connection",
+    "heartbeat_timeout": "liveness is the connection",
+}
+"""Options of torch's own back end that mean nothing here."""
+
+SUCCEEDED = "succeeded"
+
+EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
+"""The key that the last of a round's agents sets when all have come to torchrun's exit barrier."""
+
+
+def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
+    """Return what torchrun makes handlers with: the entry point `torchrun.handlers`."""
+    return create_handler
+
+
+def create_handler(params: RendezvousParameters) -> TorchrunHandler:
+    """Make the handler of one agent."""
+    return TorchrunHandler(params)
+
+
+class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
+    """The rendezvous of one torchrun agent."""
+
+    def __init__(self, params: RendezvousParameters) -> None:
+        options = _options(params)
+        self._run_id = params.run_id
+        self._read_s = float(options.get("read_timeout", options.get("timeout", 60)))
+        self._join_s = float(options.get("join_timeout", 600))
+        endpoint = net.parse_endpoint(params.endpoint, DEFAULT_PORT)
+        self._joined = False
+        self._round: Round | None = None
+        try:
+            self._store = home.find_or_start(endpoint, _flag(options.get("is_host")), self._read_s)
+        except RallypointError as error:
+            raise RendezvousConnectionError(f"no server at {endpoint}: {error}") from error
+        self._endpoint = net.Endpoint(endpoint.host, self._store.port)
+        self._rendezvous = Rendezvous(
+            self._store,
+            params.run_id,
+            params.min_nodes,
+            params.max_nodes,
+            node=options.get("node"),
+            rank=None if "rank" not in options else int(options["rank"]),
+            last_call=float(options.get("last_call_timeout", 30)),
+            address=params.local_addr,
+            progress=_say,
+        )
+
+    def get_backend(self) -> str:
+        """Return the name of this back end."""
+        return "rallypoint"
+
+    @property
+    def use_agent_store(self) -> bool:
+        """Whether workers are clients of a store that is there already: they are."""
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """Come, or come again, and return this node's place in the next round."""
+        try:
+            self._round = self._join()
+            self._joined = True
+            host = self._endpoint.host
+            door = home.open_door(host, self._endpoint.port, self._run_id, self._round.scope, self._read_s)
+        except MembersMissing as error:
+            raise RendezvousTimeoutError(str(error)) from error
+        except NetworkError as error:
+            raise RendezvousConnectionError(str(error)) from error
+        except RallypointError as error:
+            raise RendezvousError(str(error)) from error
+        log.info("%r: %s", self._round, self._round.reason)
+        store: Any = TorchStore(self._round.store)
+        store.set_timeout(timedelta(seconds=self._read_s))
+        info = RendezvousStoreInfo(host, door)
+        return RendezvousInfo(store, self._round.rank, self._round.world_size, info)
+
+    def is_closed(self) -> bool:
+        """Say whether the run has its result."""
+        return self._rendezvous.status().phase == "closed"
+
+    def set_closed(self) -> None:
+        """Close the run, for everybody."""
+        self._rendezvous.close("closed", "by its agent")
+
+    def num_nodes_waiting(self) -> int:
+        """Return more than 0 when the round is over: a node was lost, left, or waits to come in."""
+        change = self._rendezvous.changed
+        if change.is_set():
+            log.info("the round is over: %s", change.reason)
+        return int(change.is_set())
+
+    def get_run_id(self) -> str:
+        """Return the name of the run."""
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        """Leave; close the run where all agents have succeeded."""
+        try:
+            if self._round is not None and self._round.store.check([EXIT_BARRIER]):
+                self._rendezvous.close(SUCCEEDED, "all agents have passed the exit barrier")
+            self._rendezvous.leave()
+        except RallypointError as error:
+            log.warning("could not leave %r: %s", self._rendezvous, error)
+            return False
+        finally:
+            self._store.close()
+        return True
+
+    def _join(self) -> Round:
+        """Join. An agent that comes when the run is closed begins a new one if everybody of the last is gone."""
+        try:
+            return self._rendezvous.join(self._join_s)
+        except RunClosed as closed:
+            if not self._joined and not self._rendezvous.status().nodes and self._rendezvous.open():
+                return self._rendezvous.join(self._join_s)
+            if closed.result == SUCCEEDED:
+                log.info("this node was not needed: %s", closed)
+                raise SystemExit(0) from None  # torch's agent would fail over its own error for this
+            raise RendezvousClosedError(str(closed)) from closed
+
+
+def _say(waiting: Waiting) -> None:
+    log.warning("waiting for %.0f s: %s", waiting.waited_s, waiting.reason)
+
+
+def _options(params: RendezvousParameters) -> dict[str, Any]:
+    """Return the options of --rdzv-conf; refuse by name what is none."""
+    options = {name: value for name, value in params.config.items() if value is not None}
+    for name in options:
+        if name not in OPTIONS and name not in ACCEPTED:
+            known = ", ".join([*OPTIONS, *ACCEPTED])
+            raise ValueError(f"--rdzv-conf has no option {name!r} for the rallypoint back end; there are {known}")
+        if name in ACCEPTED:
+            log.info("--rdzv-conf %s is not needed: %s", name, ACCEPTED[name])
+    for name in ("join_timeout", "last_call_timeout", "read_timeout", "timeout", "rank"):
+        try:
+            if name in options and float(options[name]) < 0:
+                raise ValueError
+        except ValueError:
+            raise ValueError(f"--rdzv-conf {name} must be a number, and not negative: {options[name]!r}") from None
+    return options
+
+
+def _flag(value: Any) -> bool | None:
+    if value is None or isinstance(value, bool):
+        return value
+    words = {"1": True, "true": True, "t": True, "yes": True, "0": False, "false": False, "f": False, "no": False}
+    if str(value).lower() not in words:
+        raise ValueError(f"--rdzv-conf is_host must be true or false, not {value!r}")
+    return words[str(value).lower()]
