@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks import barrier, client, connect, meeting, orientation, startup, throughput
+from benchmarks import barrier, client, connect, meeting, orientation, rendezvous, startup, throughput
 from benchmarks.rig import CORES, Missing, pin, say
 from benchmarks.table import table
 
@@ -22,6 +22,7 @@ SUBJECTS = {
     "connect": connect,
     "client": client,
     "meeting": meeting,
+    "rendezvous": rendezvous,
     "orientation": orientation,
     "startup": startup,
 }
