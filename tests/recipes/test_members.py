@@ -6,10 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.kinds import Open
 
 from rallypoint import Barrier, Exchange, Group, HashStore, Lock, MembersMissing
-
-from .conftest import Open
 
 LONG, MANY = "node" * 64 + "!", 65_537
 NAMES = [str(number) for number in range(MANY)]

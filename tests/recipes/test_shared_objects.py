@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
+from tests.kinds import AMPLE_S, HOSTED, Open, together
 
 from rallypoint.core.machine import Waiting
 from rallypoint.errors import BadDeviceMap, Disagreement, MembersMissing, NameTaken, NotAMember
@@ -17,16 +16,7 @@ from rallypoint.recipes.exchange import Exchange
 from rallypoint.recipes.group import Group
 from rallypoint.recipes.lock import Lock
 
-from .conftest import HOSTED, Open
-
-AMPLE_S = 60.0
 MEMBERS = 5
-
-
-def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Make all calls at once, each in a thread, and return what they return."""
-    with ThreadPoolExecutor(len(calls)) as pool:
-        return [future.result(AMPLE_S) for future in [pool.submit(call) for call in calls]]
 
 
 # Barrier

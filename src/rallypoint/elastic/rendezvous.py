@@ -22,7 +22,7 @@ from rallypoint.core.machine import MAX_MEMBERS, MAX_NAME, Done
 from rallypoint.core.rendezvous import MAX_TEXT
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.elastic.home import is_loopback
-from rallypoint.errors import NameTaken, RallypointError
+from rallypoint.errors import NameTaken, RallypointError, Unsupported
 from rallypoint.recipes.hosting import PROGRESS_S, Object, Progress, Recipe
 from rallypoint.store.base import Store
 from rallypoint.store.prefix import PrefixStore
@@ -249,10 +249,15 @@ class Rendezvous(Recipe):
         return sys.modules["torch"].distributed.PrefixStore(self._prefix(scope), self._store)
 
     def _drop(self, scope: int) -> None:
-        """Delete what a round has stored, where the store can."""
-        if scope and hasattr(self._store, "delete_prefix"):
-            with contextlib.suppress(RallypointError):
-                self._store.delete_prefix(f"{self._prefix(scope)}/")
+        """Delete what a round has stored; a store that cannot even list its keys keeps it."""
+        prefix = f"{self._prefix(scope)}/"
+        with contextlib.suppress(RuntimeError, AttributeError):
+            try:
+                self._store.delete_prefix(prefix)
+            except (Unsupported, AttributeError):  # PyTorch's server, and its stores
+                for key in self._store.list_keys():
+                    if key.startswith(prefix):
+                        self._store.delete_key(key)
 
 
 class _Watch:

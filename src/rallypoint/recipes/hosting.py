@@ -105,8 +105,8 @@ class Object:
     ) -> tuple[int, Any]:
         """Make a call and wait for its answer; return its number and the answer.
 
-        At the deadline it is taken back: raises MembersMissing, unless it came true at that moment. While it stands by
-        in reserve, it has no deadline.
+        At the deadline it is taken back: raises MembersMissing, unless it came true at that moment. Once it stands by
+        in reserve, it has no deadline any more.
         """
         call, began_at = self.next_call(), time.monotonic()
         try:
@@ -115,7 +115,7 @@ class Object:
                 if isinstance(waiting, Done):
                     return call, waiting.answer
                 if waiting.stands_by:
-                    deadline = Deadline(deadline.timeout_s)
+                    deadline = Deadline(float("inf"))
                 if deadline.expired():
                     break
                 self._say(member, waiting._replace(waited_s=time.monotonic() - began_at), progress)

@@ -1,0 +1,86 @@
+"""The rendezvous of PyTorch's elastic runtime, by the names of `torch.distributed.elastic.rendezvous`; no torch needed.
+
+    here            there, below torch.distributed.elastic.rendezvous
+    api, errors     api
+    endpoint, timer utils
+    backend         c10d_rendezvous_backend, and RendezvousBackend of dynamic_rendezvous
+    settings        RendezvousTimeout and RendezvousSettings of dynamic_rendezvous
+    static          static_tcp_rendezvous
+    registry        registry
+
+All names are here, too: moving over is a change of imports. docs/migrate.md says what behaves better.
+"""
+
+from __future__ import annotations
+
+from rallypoint.compat.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousHandlerCreator,
+    RendezvousHandlerRegistry,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStoreInfo,
+    rendezvous_handler_registry,
+)
+from rallypoint.compat.rendezvous.backend import (
+    DEFAULT_PORT,
+    C10dRendezvousBackend,
+    RendezvousBackend,
+    Token,
+    create_backend,
+)
+from rallypoint.compat.rendezvous.endpoint import (
+    _matches_machine_hostname,
+    _parse_rendezvous_config,
+    parse_rendezvous_endpoint,
+)
+from rallypoint.compat.rendezvous.errors import (
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousStateError,
+    RendezvousTimeoutError,
+)
+from rallypoint.compat.rendezvous.registry import get_rendezvous_handler
+from rallypoint.compat.rendezvous.settings import RendezvousSettings, RendezvousTimeout
+from rallypoint.compat.rendezvous.static import StaticTCPRendezvous, create_rdzv_handler
+from rallypoint.compat.rendezvous.timer import _delay, _PeriodicTimer
+
+__all__ = [
+    # what a launcher asks for, and gets
+    "RendezvousParameters",
+    "RendezvousHandler",
+    "RendezvousInfo",
+    "RendezvousStoreInfo",
+    # handlers by name
+    "RendezvousHandlerCreator",
+    "RendezvousHandlerRegistry",
+    "rendezvous_handler_registry",
+    "get_rendezvous_handler",
+    # ranks that are known from the start
+    "StaticTCPRendezvous",
+    "create_rdzv_handler",
+    # where the state is kept
+    "RendezvousBackend",
+    "C10dRendezvousBackend",
+    "Token",
+    "create_backend",
+    "DEFAULT_PORT",
+    # settings
+    "RendezvousSettings",
+    "RendezvousTimeout",
+    # errors
+    "RendezvousError",
+    "RendezvousClosedError",
+    "RendezvousTimeoutError",
+    "RendezvousConnectionError",
+    "RendezvousStateError",
+    "RendezvousGracefulExitError",
+    # text, hosts and time
+    "parse_rendezvous_endpoint",
+    "_parse_rendezvous_config",
+    "_matches_machine_hostname",
+    "_delay",
+    "_PeriodicTimer",
+]

@@ -1,0 +1,53 @@
+"""The handlers that are there by name, as in `torch.distributed.elastic.rendezvous.registry`.
+
+`HANDLERS` are there from the start. Installed packages add theirs by entry points of the group `torchrun.handlers`,
+as for PyTorch: each a function without arguments that returns the creator. PyTorch imports all of them at once; here
+one is imported when it is asked for by name, for it may well import torch.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint, entry_points
+
+from rallypoint.compat.rendezvous.api import (
+    RendezvousHandler,
+    RendezvousHandlerCreator,
+    RendezvousParameters,
+    rendezvous_handler_registry,
+)
+from rallypoint.compat.rendezvous.static import create_rdzv_handler
+
+__all__ = ["get_rendezvous_handler", "HANDLERS"]
+
+ENTRY_POINTS = "torchrun.handlers"
+
+HANDLERS: dict[str, RendezvousHandlerCreator] = {"static": create_rdzv_handler}
+"""The kinds of rendezvous that are registered from the start."""
+
+
+def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
+    """Make the handler that the parameters name: a registered one, or an installed package's."""
+    _register_out_of_tree_handlers()
+    return rendezvous_handler_registry.create_handler(params)
+
+
+def _register_default_handlers() -> None:
+    for name, creator in HANDLERS.items():
+        rendezvous_handler_registry.register(name, creator)
+
+
+def _register_out_of_tree_handlers() -> None:
+    """Register, by name alone, what installed packages offer; a name that is taken stays whose it is."""
+    for entry in entry_points(group=ENTRY_POINTS):
+        rendezvous_handler_registry._registry.setdefault(entry.name, _loading(entry))
+
+
+def _loading(entry: EntryPoint) -> RendezvousHandlerCreator:
+    def create(params: RendezvousParameters) -> RendezvousHandler:
+        creator: RendezvousHandlerCreator = entry.load()()
+        return creator(params)
+
+    return create
+
+
+_register_default_handlers()

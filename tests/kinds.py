@@ -1,0 +1,87 @@
+"""Where shared objects can live: on our server, and on every store that only has bytes. Fixtures to import."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rallypoint import FileStore, HashStore, PrefixStore, Server, TCPStore
+from rallypoint.recipes import pulse
+
+AMPLE_S = 60.0
+Open = Callable[[], Any]
+
+
+def together(calls: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Make all calls at once, each in a thread, and return what they return."""
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return [future.result(AMPLE_S) for future in [pool.submit(call) for call in calls]]
+
+
+@contextlib.contextmanager
+def on_our_server(_: Path) -> Iterator[Open]:
+    with Server(grace=0.5) as server:
+        yield lambda: TCPStore("127.0.0.1", server.port)
+
+
+@contextlib.contextmanager
+def under_a_prefix(_: Path) -> Iterator[Open]:
+    with Server(grace=0.5) as server:
+        yield lambda: PrefixStore("job/7", TCPStore("127.0.0.1", server.port))
+
+
+@contextlib.contextmanager
+def in_memory(_: Path) -> Iterator[Open]:
+    yield HashStore().clone
+
+
+@contextlib.contextmanager
+def in_a_file(folder: Path) -> Iterator[Open]:
+    with FileStore(str(folder / "store")):  # a file that nobody has open is of a run that has ended
+        yield lambda: FileStore(str(folder / "store"))
+
+
+@contextlib.contextmanager
+def on_torchs_server(_: Path) -> Iterator[Open]:
+    from torch.distributed import TCPStore as Torch
+
+    server = Torch("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    yield lambda: TCPStore("127.0.0.1", server.port)
+
+
+@contextlib.contextmanager
+def on_torchs_own_object(_: Path) -> Iterator[Open]:
+    from torch.distributed import TCPStore as Torch
+
+    server = Torch("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ample = timedelta(seconds=60)
+    yield lambda: Torch("127.0.0.1", server.port, is_master=False, wait_for_workers=False, timeout=ample)
+
+
+HOSTED = [on_our_server, under_a_prefix]
+BYTES = [in_memory, in_a_file]
+TORCHS = [
+    pytest.param(kind, marks=pytest.mark.needs("torch"), id=kind.__name__)
+    for kind in (on_torchs_server, on_torchs_own_object)
+]
+
+
+@pytest.fixture(params=[*HOSTED, *BYTES, *TORCHS])
+def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Return what opens one more handle on a store."""
+    with request.param(tmp_path) as opener:
+        yield opener
+
+
+@pytest.fixture
+def quick_pulse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let pulses on byte stores beat fast, so that a death is known soon."""
+    monkeypatch.setattr(pulse, "BEAT_S", 0.1)
+    monkeypatch.setattr(pulse, "GRACE_S", 2.0)
+    monkeypatch.setattr(pulse, "SLICE_S", 0.2)
