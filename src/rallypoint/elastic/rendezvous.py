@@ -22,19 +22,16 @@ from rallypoint.core.machine import MAX_MEMBERS, MAX_NAME, Done
 from rallypoint.core.rendezvous import MAX_TEXT
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.elastic.home import is_loopback
-from rallypoint.errors import NameTaken, RallypointError, Unsupported
-from rallypoint.recipes.hosting import PROGRESS_S, Object, Progress, Recipe
+from rallypoint.elastic.watch import Change, Watch
+from rallypoint.errors import NameTaken, Unsupported
+from rallypoint.recipes.hosting import Object, Progress, Recipe
 from rallypoint.store.base import Store
 from rallypoint.store.prefix import PrefixStore
 
-__all__ = ["Change", "Node", "Rendezvous", "Round", "Status"]
+__all__ = ["Node", "Rendezvous", "Round", "Status"]
 
 JOIN_S = 600.0
 LAST_CALL_S = 5.0
-LOOK_S = 0.5
-"""How often a watch looks on a store that the members host on: a client of torch's has one lock, so a wait would keep
-everybody else from it."""
-
 TWINS = 1000
 """How many nodes of one machine get names of their own."""
 
@@ -91,30 +88,6 @@ class Round:
         return tuple(Node(*row) for row in outcome.answer)
 
 
-class Change:
-    """Whether a round is over, and why: an event that is set once."""
-
-    def __init__(self, callback: Callable[[str], object] | None = None) -> None:
-        self.reason = ""
-        self._event = threading.Event()
-        self._callback = callback
-
-    def is_set(self) -> bool:
-        """Say whether the round is over."""
-        return self._event.is_set()
-
-    def wait(self, timeout: Timeout | None = None) -> bool:
-        """Wait until the round is over, or the time is; say which."""
-        return self._event.wait(None if timeout is None else seconds(timeout))
-
-    def set(self, reason: str) -> None:
-        """Tell whoever waits."""
-        self.reason = reason
-        self._event.set()
-        if self._callback is not None:
-            self._callback(reason)
-
-
 class Rendezvous(Recipe):
     """Where the nodes of one run come together, again and again.
 
@@ -157,7 +130,7 @@ class Rendezvous(Recipe):
             raise ValueError(f"the name of a node has 1 to {MAX_NAME} characters, not {self.node!r}")
         self._round: Round | None = None
         self._call = 0
-        self._watch: _Watch | None = None
+        self._watch: Watch | None = None
         self._lock = threading.Lock()
 
     def join(self, timeout: Timeout | None = None) -> Round:
@@ -195,7 +168,7 @@ class Rendezvous(Recipe):
             if self._round is None:
                 return Change()
             if self._watch is None:
-                self._watch = _Watch(self._object, self.node, self._round.scope, Change(self._on_change))
+                self._watch = Watch(self._object, self.node, self._round.scope, Change(self._on_change))
             return self._watch.change
 
     def leave(self) -> None:
@@ -258,44 +231,6 @@ class Rendezvous(Recipe):
                 for key in self._store.list_keys():
                     if key.startswith(prefix):
                         self._store.delete_key(key)
-
-
-class _Watch:
-    """A daemon thread that waits for a round to be over."""
-
-    def __init__(self, shared: Object, member: str, scope: int, change: Change) -> None:
-        self.change = change
-        self._object = shared
-        self._member = member
-        self._command = rendezvous.Watch(scope)
-        self._call = shared.next_call()
-        self._stopped = threading.Event()
-        threading.Thread(target=self._run, name=f"watch of {shared.thing}", daemon=True).start()
-
-    def stop(self) -> None:
-        """End the watch; nobody will hear of it any more."""
-        self._stopped.set()
-        if not self.change.is_set():
-            with contextlib.suppress(RallypointError):
-                self._object.act(self._member, self._object.next_call(), rendezvous.Withdraw(self._call), 0.0)
-
-    def _run(self) -> None:
-        pushed = self._object.statistics().hosted_by == "server"
-        try:
-            while not self._stopped.is_set():
-                wait_s = PROGRESS_S if pushed else 0.0
-                outcome = self._object.act(self._member, self._call, self._command, wait_s)
-                if isinstance(outcome, Done):
-                    self._tell(str(outcome.answer))
-                    return
-                if not pushed:
-                    self._stopped.wait(LOOK_S)
-        except (RallypointError, RuntimeError) as error:  # torch's stores raise the latter
-            self._tell(f"the store is lost: {error}")
-
-    def _tell(self, reason: str) -> None:
-        if not self._stopped.is_set():
-            self.change.set(reason)
 
 
 def _limits(min_nodes: int, max_nodes: int | None) -> tuple[int, int]:
