@@ -25,6 +25,7 @@ SAYS = {
     "exchange.py": "10.0.0.2:4711, 10.0.0.3:4711, seed 42",
     "lock.py": "the next one holds it, with a larger fence: True",
     "group.py": "bob lost: lost: its session ended",
+    "rendezvous.py": "eve ends: succeeded",
 }
 """Every example, and a line that it must print."""
 
@@ -70,6 +71,15 @@ def test_readme_python():
     assert "wait timed out after 0.5 s: still missing 'rank3/ready', 1 of 2 keys in <TCPStore" in printed.getvalue()
     assert "('rank3/ready',)" in printed.getvalue()
     assert "epoch' in <TCPStore" in printed.getvalue() and "missing: node-b, node-c" in printed.getvalue()
+
+
+def test_the_rendezvous_page():
+    """What its example prints is what its comments say."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rendezvous.md").read_text(), re.S)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(block, {})
+    assert printed.getvalue().splitlines() == re.findall(r"print\(.*?\) +# (.*)", block)
 
 
 def test_readme_names_what_exists():
