@@ -62,8 +62,8 @@ class Server:
     ) -> None:
         deadline = Deadline(start_timeout)
         limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
+        life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": _finite(outlive, "outlive")}
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
-        life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": seconds(outlive, "outlive")}
         settings = {"fds": [sock.fileno() for sock in sockets], **life, **limits}
         try:
             self.port: int = sockets[0].getsockname()[1]
@@ -144,6 +144,13 @@ def _limits(grace: Timeout | None, **sizes: int | None) -> dict[str, Any]:
     if grace_s > MAX_GRACE_S:
         raise ValueError(f"grace must be at most {MAX_GRACE_S:g} s, got {grace_s:g} s")
     return {**given, "grace_s": grace_s}
+
+
+def _finite(timeout: Timeout, name: str) -> float:
+    found_s = seconds(timeout, name)
+    if found_s == float("inf"):
+        raise ValueError(f"{name} must not be without end: a server that nobody ends is started by `rallypoint serve`")
+    return found_s
 
 
 def _start(settings: dict[str, Any], quiet: bool) -> tuple[subprocess.Popen[bytes], int]:

@@ -15,6 +15,7 @@ waits, counts as one: then the agent stops its workers and comes again.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -32,9 +33,10 @@ from torch.distributed.elastic.rendezvous import (
 
 from rallypoint import net
 from rallypoint.core.machine import Waiting
+from rallypoint.deadline import Deadline
 from rallypoint.elastic import home
 from rallypoint.elastic.rendezvous import Rendezvous, Round
-from rallypoint.errors import MembersMissing, NetworkError, RallypointError, RunClosed
+from rallypoint.errors import MembersMissing, NameTaken, NetworkError, RallypointError, RunClosed
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.torch import TorchStore
 
@@ -45,22 +47,27 @@ log = logging.getLogger("rallypoint.torchrun")
 OPTIONS = {
     "join_timeout": "seconds that a node waits for a round (600)",
     "last_call_timeout": "seconds that a round of enough nodes waits for more (30)",
-    "read_timeout": "seconds that an operation of the store may take (60)",
-    "timeout": "the same as read_timeout",
+    "read_timeout": "seconds to reach the server, and that an operation of the store may take (60)",
     "is_host": "whether this node starts the server, if none runs (else found out from the endpoint)",
     "rank": "the rank that this node asks for",
     "node": "the name of this node, by which it gets its rank back (its host name)",
 }
 ACCEPTED = {
+    "timeout": "torchrun gives it always, for back ends of old",
     "store_type": "there is one kind of store",
     "close_timeout": "closing is one request",
     "keep_alive_interval": "liveness is the connection",
     "keep_alive_max_attempt": "liveness is the connection",
     "heartbeat_timeout": "liveness is the connection",
 }
-"""Options of torch's own back end that mean nothing here."""
+"""Options of torch's own back ends that mean nothing here."""
 
 SUCCEEDED = "succeeded"
+
+RETURN_S = 10.0
+"""How long a node waits for its own name: one that was killed and is started again may be back before it is missed."""
+
+PAUSE_S = 0.2
 
 EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
 """The key that the last of a round's agents sets when all have come to torchrun's exit barrier."""
@@ -82,7 +89,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
     def __init__(self, params: RendezvousParameters) -> None:
         options = _options(params)
         self._run_id = params.run_id
-        self._read_s = float(options.get("read_timeout", options.get("timeout", 60)))
+        self._read_s = float(options.get("read_timeout", 60))
         self._join_s = float(options.get("join_timeout", 600))
         endpoint = net.parse_endpoint(params.endpoint, DEFAULT_PORT)
         self._joined = False
@@ -116,21 +123,18 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
     def next_rendezvous(self) -> RendezvousInfo:
         """Come, or come again, and return this node's place in the next round."""
         try:
-            self._round = self._join()
-            self._joined = True
-            host = self._endpoint.host
-            door = home.open_door(host, self._endpoint.port, self._run_id, self._round.scope, self._read_s)
+            found, door = self._come()
         except MembersMissing as error:
             raise RendezvousTimeoutError(str(error)) from error
         except NetworkError as error:
             raise RendezvousConnectionError(str(error)) from error
         except RallypointError as error:
             raise RendezvousError(str(error)) from error
-        log.info("%r: %s", self._round, self._round.reason)
-        store: Any = TorchStore(self._round.store)
+        log.info("%r: %s", found, found.reason)
+        store: Any = TorchStore(found.store)
         store.set_timeout(timedelta(seconds=self._read_s))
-        info = RendezvousStoreInfo(host, door)
-        return RendezvousInfo(store, self._round.rank, self._round.world_size, info)
+        info = RendezvousStoreInfo(self._endpoint.host, door)
+        return RendezvousInfo(store, found.rank, found.world_size, info)
 
     def is_closed(self) -> bool:
         """Say whether the run has its result."""
@@ -144,7 +148,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         """Return more than 0 when the round is over: a node was lost, left, or waits to come in."""
         change = self._rendezvous.changed
         if change.is_set():
-            log.info("the round is over: %s", change.reason)
+            log.warning("the round is over: %s", change.reason)
         return int(change.is_set())
 
     def get_run_id(self) -> str:
@@ -157,6 +161,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             if self._round is not None and self._round.store.check([EXIT_BARRIER]):
                 self._rendezvous.close(SUCCEEDED, "all agents have passed the exit barrier")
             self._rendezvous.leave()
+            self._close_door()
         except RallypointError as error:
             log.warning("could not leave %r: %s", self._rendezvous, error)
             return False
@@ -164,17 +169,48 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             self._store.close()
         return True
 
+    def _come(self) -> tuple[Round, int]:
+        """Join, and open the door of the round; one that is past already is followed by another."""
+        while True:
+            found = self._round = self._join()
+            self._joined = True
+            door = home.open_door(*self._endpoint, self._run_id, found.scope, self._read_s)
+            if door is not None:
+                return found, door
+            log.warning("%r was over before this node could begin", found)
+
     def _join(self) -> Round:
         """Join. An agent that comes when the run is closed begins a new one if everybody of the last is gone."""
-        try:
-            return self._rendezvous.join(self._join_s)
-        except RunClosed as closed:
-            if not self._joined and not self._rendezvous.status().nodes and self._rendezvous.open():
+        patience: Deadline | None = None
+        while True:
+            try:
                 return self._rendezvous.join(self._join_s)
-            if closed.result == SUCCEEDED:
-                log.info("this node was not needed: %s", closed)
-                raise SystemExit(0) from None  # torch's agent would fail over its own error for this
+            except NameTaken as taken:
+                if self._joined or (patience is not None and patience.expired()):
+                    raise
+                if patience is None:
+                    log.warning("this node waits up to %g s for its name: %s", RETURN_S, taken)
+                patience = patience or Deadline(RETURN_S)
+                time.sleep(PAUSE_S)
+            except RunClosed as closed:
+                self._face(closed)
+
+    def _face(self, closed: RunClosed) -> None:
+        """Return if there is, or now is, another run for this node; else end it, well where the run ended well."""
+        status = self._rendezvous.status()
+        if not self._joined and (status.phase != "closed" or not status.nodes):
+            self._rendezvous.open()  # or somebody else has
+        elif closed.result == SUCCEEDED:
+            log.warning("this node was not needed: %s", closed)
+            raise SystemExit(0)  # torch's agent would fail over its own error for this
+        else:
             raise RendezvousClosedError(str(closed)) from closed
+
+    def _close_door(self) -> None:
+        """Close the door of the last round, where nobody is left who could use it."""
+        status = self._rendezvous.status()
+        if self._round is not None and not status.nodes and not status.waiting:
+            home.close_door(*self._endpoint, self._run_id, self._round.scope, self._read_s)
 
 
 def _say(waiting: Waiting) -> None:
@@ -190,9 +226,10 @@ def _options(params: RendezvousParameters) -> dict[str, Any]:
             raise ValueError(f"--rdzv-conf has no option {name!r} for the rallypoint back end; there are {known}")
         if name in ACCEPTED:
             log.info("--rdzv-conf %s is not needed: %s", name, ACCEPTED[name])
-    for name in ("join_timeout", "last_call_timeout", "read_timeout", "timeout", "rank"):
+    for name in ("join_timeout", "last_call_timeout", "read_timeout", "rank"):
         try:
-            if name in options and float(options[name]) < 0:
+            number = int if name == "rank" else float
+            if name in options and not 0 <= number(options[name]) < float("inf"):
                 raise ValueError
         except ValueError:
             raise ValueError(f"--rdzv-conf {name} must be a number, and not negative: {options[name]!r}") from None

@@ -9,14 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rallypoint.core import rendezvous
 from rallypoint.core.barrier import Arrive, Barrier, Withdraw
 from rallypoint.core.exchange import Exchange, Give, TakeBack
+from rallypoint.core.gathering import Limits
 from rallypoint.core.lock import Acquire, Lock, Release
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Refused, Step, Undo
 from rallypoint.core.roster import Join, Leave, Look, Roster, Watch
 
 SIZE = 3
 ranks = st.integers(0, SIZE - 1)
+limits = st.sampled_from([Limits(1, 2, 5.0)] * 4 + [Limits(2, 3, 5.0)] * 4 + [Limits(2, 2, 0.0), Limits(1, 3, 0.0)])
+rank_wishes = st.sampled_from([-1, -1, 0, 1])
 maps = st.dictionaries(
     st.sampled_from("012"), st.dictionaries(st.sampled_from("xy"), st.sampled_from("xy")), max_size=2
 )
@@ -45,6 +49,16 @@ COMMANDS: dict[type[Machine], tuple[st.SearchStrategy[Any], type[Undo]]] = {
         ),
         Leave,
     ),
+    rendezvous.Rendezvous: (
+        st.one_of(
+            *[st.builds(rendezvous.Join, limits, rank=rank_wishes, run=st.sampled_from([-1, -1, 0]))] * 4,
+            st.builds(rendezvous.Watch, st.integers(1, 12)),
+            st.builds(rendezvous.Close, st.just("done"), st.just("well")),
+            st.builds(rendezvous.Open),
+            st.builds(rendezvous.Look, st.integers(0, 12)),
+        ),
+        rendezvous.Leave,
+    ),
 }
 members = st.sampled_from("012")
 sessions = st.sampled_from("abcd")
@@ -58,6 +72,7 @@ def steps(kind: type[Machine]) -> st.SearchStrategy[list[tuple[Any, ...]]]:
             st.tuples(st.just("call"), members, sessions, command),
             st.tuples(st.just("undo"), st.integers(0, 20)),
             st.tuples(st.just("lost"), sessions),
+            st.tuples(st.just("ring")),
         ),
         max_size=30,
     )
@@ -68,14 +83,23 @@ class Hosted:
 
     def __init__(self, kind: type[Machine]) -> None:
         self.machine = kind()
-        self.undo = COMMANDS[kind][1]
+        self.undoing = COMMANDS[kind][1]
         self.stamp = 0
         self.calls: list[tuple[Call, Command]] = []
         self.waiting: dict[str, tuple[Call, Command]] = {}
 
-    def did(self, step: Any) -> Any:
-        """Write the state down and read it, as text and as bytes; let those who are woken look."""
+    def kept(self) -> set[str]:
+        """Return the ids of the calls of which the machine keeps something."""
+        return {call.id for call, _ in self.calls if self.machine.keeps(call.id)}
+
+    def did(self, step: Any, gone: set[str]) -> Any:
+        """Write the state down and read it, as text and as bytes; let those who are woken look.
+
+        The host has to hear of every call that is `gone` from the state and that it has not taken out itself.
+        """
         state = self.machine
+        gone = gone - self.kept() - {call.id for call in (*step.woken, *step.dropped)}
+        assert not gone, f"nobody says that {gone} are no more"
         for form in (msgspec.json, msgspec.msgpack):
             self.machine = form.decode(form.encode(state), type=type(state))
             assert self.machine == state
@@ -92,41 +116,55 @@ class Hosted:
         if isinstance(command, Give):
             call = Call(str(command.rank), session, len(self.calls))
         self.calls.append((call, command))
-        before = msgspec.json.encode(self.machine)
-        step = self.did(self.machine.apply(call, command, self.stamp + 1))
+        before, kept = msgspec.json.encode(self.machine), self.kept()
+        step = self.did(self.machine.apply(call, command, self.stamp + 1), kept)
         assert step.changed == (msgspec.json.encode(self.machine) != before)
         if step.outcome is WAIT:
             self.waiting[call.id] = call, command
             assert self.machine.why(call).reason
         again = self.machine.apply(call, command, self.stamp + 1)
-        assert not again.changed and (again.outcome == step.outcome or isinstance(step.outcome, Refused))
+        assert not again.changed
+        if not isinstance(command, (rendezvous.Close, rendezvous.Open)):  # these answer whether they changed anything
+            assert again.outcome == step.outcome or isinstance(step.outcome, Refused)
 
-    def undone(self, number: int) -> None:
+    def undo(self, number: int) -> None:
         if not self.calls:
             return
         call, _ = self.calls[number % len(self.calls)]
         self.waiting.pop(call.id, None)
         taken_back = Call(call.member, call.session, 1000 + self.stamp)
-        step = self.did(self.machine.apply(taken_back, self.undo(call.number), self.stamp + 1))
+        kept = self.kept() - {call.id}
+        step = self.did(self.machine.apply(taken_back, self.undoing(call.number), self.stamp + 1), kept)
         assert isinstance(step.outcome, (Done, Refused))
         assert not self.machine.keeps(call.id)
-        assert not self.machine.apply(taken_back, self.undo(call.number), self.stamp + 1).changed
+        assert not self.machine.apply(taken_back, self.undoing(call.number), self.stamp + 1).changed
 
     def lost(self, session: str) -> None:
+        kept = self.kept()
         for call, _ in self.calls:
             if call.session == session:
                 self.waiting.pop(call.id, None)
-        self.did(self.machine.lost(session, self.stamp + 1))
+                kept.discard(call.id)
+        self.did(self.machine.lost(session, self.stamp + 1), kept)
         assert session not in self.machine.sessions()
         assert not self.machine.lost(session, self.stamp + 1).changed
+
+    def ring(self) -> None:
+        alarm = self.machine.alarm
+        if alarm is None:
+            return
+        assert not self.machine.ring(alarm[0] + 1, self.stamp + 1).changed, "that is another's"
+        self.did(self.machine.ring(alarm[0], self.stamp + 1), self.kept())
+        assert self.machine.alarm is None or self.machine.alarm[0] != alarm[0]
+        assert not self.machine.ring(alarm[0], self.stamp + 1).changed, "it has rung"
 
     def check(self) -> None:
         """What waits waits, and nobody else was woken or forgotten."""
         assert all(self.machine.keeps(call) for call in self.waiting)
         assert {call.session for call, _ in self.waiting.values()} <= self.machine.sessions()
-        kept = [call for call, _ in self.calls if self.machine.keeps(call.id)]
         passing = getattr(self.machine, "passing", {})  # those are remembered, and hang on no session
-        assert self.machine.idle == (not kept and not passing)
+        assert self.machine.idle == (not self.kept() and not passing)
+        assert self.machine.alarm is None or not self.machine.idle
         for call, command in self.waiting.values():
             step = self.machine.apply(call, command, self.stamp + 1)
             assert step.outcome is WAIT and not step.changed, f"{call} was not woken"
@@ -137,7 +175,7 @@ class Hosted:
 def test_a_machine_keeps_the_rules(kind: type[Machine], data: st.DataObject) -> None:
     hosted = Hosted(kind)
     for what, *words in data.draw(steps(kind)):
-        {"call": hosted.call, "undo": hosted.undone, "lost": hosted.lost}[what](*words)
+        getattr(hosted, what)(*words)
         hosted.check()
 
 

@@ -8,17 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 
+from rallypoint.core import rendezvous
 from rallypoint.core.barrier import Arrive, Withdraw
 from rallypoint.core.client import CONFIRM_EVERY, Client, Reply
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.exchange import Give, TakeBack
+from rallypoint.core.gathering import Limits
 from rallypoint.core.lock import Acquire, Release
 from rallypoint.core.machine import Call, Command, Done, Refused, Waiting
 from rallypoint.core.native import Add, Confirm, Drop, Frames, Pop, Request, Status, frame
-from rallypoint.core.objects import Objects
+from rallypoint.core.objects import MAX_IDLE, Objects
 from rallypoint.core.records import TimedOut, Waiter
+from rallypoint.core.rendezvous import Close, Join, Leave, Look, Open
 from rallypoint.core.session import decode_request
 from rallypoint.errors import StoreFull
 
@@ -30,24 +34,37 @@ class Host:
         self.engine = Engine(max_bytes)
         self.objects = Objects(self.engine)
 
-    def act(self, session: str, number: int, command: Command, name: bytes = b"/o") -> Any:
-        return self.objects.act(name, Call(session, session, number), command, session, 0.0, 9.0, number)
+    def act(self, session: str, number: int, command: Command, name: bytes = b"/o", now: float = 0.0) -> Any:
+        return self.objects.act(name, Call(session, session, number), command, session, now, 9.0, number)
 
     def look_away(self, waiter: Waiter) -> Waiting:
         """Let a wait end by its deadline; its call is then between two looks."""
         self.engine.drop(waiter)
         return self.objects.why(waiter)
 
-    def end(self, session: str) -> None:
+    def end(self, session: str, now: float = 0.0) -> None:
         self.engine.end(session)
-        self.objects.end(session, 0.0)
+        self.objects.end(session, now)
 
     def answers(self) -> list[tuple[Any, Any]]:
         return [(waiter.tag, answer) for waiter, answer in self.engine.take()]
 
+    def tick(self, now: float) -> dict[str, Any]:
+        """Let the time pass and alarms ring, as a server does; return who was told what."""
+        self.engine.tick(now)
+        told = {}
+        while self.engine.outbox:
+            for waiter, answer in self.engine.take():
+                if waiter.owner is self.objects:
+                    assert self.objects.answer(waiter, answer) == b""
+                else:
+                    told[str(waiter.owner)] = answer
+        return told
+
     def expect_nothing_left(self) -> None:
         left = self.objects
         assert (left._machines, left._pending, left._held, left._late) == ({}, {}, {}, {})
+        assert (left._alarms, left._idle) == ({}, {})
         assert self.engine.size == 0 and self.engine.statistics().waiters == 0
         assert self.answers() == [] and left.statistics() == {}
 
@@ -145,6 +162,217 @@ def test_a_late_call_whose_session_ends_lets_the_machine_go() -> None:
     host.end("0")
     host.end("1")
     host.expect_nothing_left()
+
+
+# Alarms, on the example of the last call of a rendezvous
+
+JOIN = Join(Limits(2, 4, 5.0))
+
+
+def rank_of(told: Any) -> int:
+    assert isinstance(told, Done)
+    answer = msgspec.msgpack.decode(told.answer) if isinstance(told.answer, msgspec.Raw) else told.answer
+    assert isinstance(answer, list)
+    return int(answer[3])
+
+
+def test_an_alarm_rings_when_its_time_has_passed() -> None:
+    host = Host()
+    host.act("0", 1, JOIN)
+    assert host.engine.earliest == 9.0, "no alarm yet"
+    host.act("1", 1, JOIN, now=1.0)
+    assert host.engine.earliest == 6.0
+    assert host.tick(5.9) == {}
+    told = host.tick(6.0)
+    assert {name: rank_of(answer) for name, answer in told.items()} == {"0": 0, "1": 1}
+    assert host.objects._alarms == {}
+    host.end("0")
+    host.end("1")
+    host.expect_nothing_left()
+
+
+def test_an_alarm_is_not_set_anew_by_those_who_come_meanwhile() -> None:
+    host = Host()
+    for session, now in (("0", 0.0), ("1", 1.0), ("2", 4.0)):
+        host.act(session, 1, JOIN, now=now)
+    assert sorted(map(rank_of, host.tick(6.0).values())) == [0, 1, 2]
+
+
+@pytest.mark.parametrize("how", ["full", "withdrawn", "left behind", "closed"])
+def test_an_alarm_is_stopped_when_last_call_ends(how: str) -> None:
+    host = Host()
+    host.act("0", 1, JOIN)
+    host.act("1", 1, JOIN)
+    assert len(host.objects._alarms) == 1
+    match how:
+        case "full":
+            host.act("2", 1, JOIN)
+            host.act("3", 1, JOIN)
+        case "withdrawn":
+            host.act("1", 2, rendezvous.Withdraw(1))
+        case "left behind":
+            host.end("1")
+        case "closed":
+            host.act("2", 1, Close("done", "well"))
+    assert host.objects._alarms == {} and host.objects not in host.engine._held
+    host.engine.take()
+    revision = host.engine.revision
+    host.tick(5.0)
+    assert host.engine.revision == revision, "nothing rang"
+    for session in "0123":
+        host.end(session)
+    host.engine.take()
+    if how != "closed":
+        host.expect_nothing_left()
+
+
+def test_an_alarm_that_is_stopped_when_it_is_about_to_ring_does_not() -> None:
+    """Its time is over, and before the engine has delivered that, one withdraws, and comes back: that is another."""
+    host = Host()
+    host.act("0", 1, JOIN)
+    host.act("1", 1, JOIN)
+    host.engine.tick(5.0)
+    host.act("1", 2, rendezvous.Withdraw(1))
+    host.act("1", 3, JOIN, now=5.0)
+    for waiter, answer in host.engine.take():
+        if waiter.owner is host.objects:
+            host.objects.answer(waiter, answer)
+    assert host.act("2", 1, Look()).answer["phase"] == "gathering"
+    assert host.tick(9.5) == {"0": TimedOut(())}, "0 is to hear why it waits"
+    assert set(host.tick(10.0)) == {"1"}
+
+
+def test_an_alarm_is_set_by_the_end_of_a_session() -> None:
+    """A spare waits, and one of the round is lost: the other has so long to come again."""
+    host = Host()
+    join = Join(Limits(1, 2, 5.0))
+    spare = [host.act(session, 1, join) for session in "012"][-1]
+    assert isinstance(spare, Waiter)
+    host.engine.take()
+    host.end("1", 7.0)
+    assert [alarm.due for alarm in host.objects._alarms.values()] == [12.0]
+    assert host.tick(11.9) == {"2": TimedOut(())}
+    assert host.objects.why(spare).missing == ("0",)
+    host.act("2", 1, join, now=11.9)
+    assert rank_of(host.tick(12.0)["2"]) == 0, "in a round of its own"
+    for session in "02":
+        host.end(session)
+    host.expect_nothing_left()
+
+
+def test_one_alarm_at_every_place() -> None:
+    host = Host()
+    for name, now in ((b"/a", 0.0), (b"/b", 2.0)):
+        for session in "01":
+            host.act(session, 1, JOIN, name, now)
+    assert len(host.objects._alarms) == 2
+    assert len(host.tick(5.0)) == 2 and len(host.objects._alarms) == 1
+    assert len(host.tick(7.0)) == 2 and host.objects._alarms == {}
+    host.end("0")
+    host.end("1")
+    host.expect_nothing_left()
+
+
+@pytest.mark.parametrize("spare", range(0, 6 * ENTRY_BYTES, 40))
+def test_there_is_room_for_an_alarm_or_the_call_is_refused(spare: int) -> None:
+    host = Host()
+    host.act("0", 1, JOIN)
+    host.engine.max_bytes = host.engine.size + spare
+    before = (host.engine.size, host.engine.revision)
+    try:
+        host.act("1", 1, JOIN)
+    except StoreFull:
+        assert (host.engine.size, host.engine.revision) == before and not host.objects._alarms
+    else:
+        assert len(host.objects._alarms) == 1 and set(host.tick(5.0)) == {"0", "1"}
+    host.end("0")
+    host.end("1")
+    host.engine.take()
+    host.expect_nothing_left()
+
+
+def test_everybody_is_told_its_own_rank() -> None:
+    """The answers are made one after the other, and each is encoded: none may be taken for another."""
+    host, size = Host(), 50
+    join = Join(Limits(size, size))
+    last = [host.act(str(number), 1, join) for number in range(size)][-1]
+    told = {int(name): rank_of(answer) for name, answer in host.tick(0.0).items()}
+    assert told == {number: number for number in range(size - 1)} and rank_of(last) == size - 1
+    for number in range(size):
+        host.end(str(number))
+    host.expect_nothing_left()
+
+
+def test_nodes_that_come_again_and_again_cost_the_same() -> None:
+    host, sizes = Host(), set()
+    join = Join(Limits(2, 2), {"batch": "16"})
+    for number in range(1, 300, 3):
+        assert isinstance(host.act("0", number, join), Waiter)
+        scope = host.act("1", number, join).answer[2]
+        assert isinstance(host.act("0", number + 1, rendezvous.Watch(scope)), Waiter)
+        sizes.add(host.engine.size)
+        host.engine.take()
+    assert len(sizes) == 1 and all(len(held) == 2 for session, held in host.objects._held.items() if session == "0")
+    assert host.act("0", 1000, Leave(298)) == Done(1)
+    assert host.act("1", 1000, Leave(298)) == Done(0)
+    host.engine.take()
+    host.expect_nothing_left()
+
+
+def test_a_closed_run_is_remembered_though_nobody_is_here() -> None:
+    host = Host()
+    host.act("0", 1, Join(Limits()))
+    host.act("0", 2, Close("done", "well"))
+    host.end("0")
+    assert host.engine.size == 0 and host.objects.statistics() == {"rendezvous": 1}
+    assert host.act("1", 1, Join(Limits())) == Refused("RunClosed", {"result": "done", "reason": "well"})
+    assert host.objects.statistics() == {"rendezvous": 1}, "and not only once"
+    host.end("1")
+
+
+def test_a_run_that_was_opened_anew_is_remembered_too() -> None:
+    """Else those of the one before would be taken for its nodes."""
+    host = Host()
+    run = host.act("0", 1, Join(Limits())).answer[0]
+    host.act("0", 2, Close("done", "well"))
+    host.end("0")
+    assert host.act("1", 1, Open()) == Done(True)
+    assert host.act("1", 2, Join(Limits(), run=run)).error == "RunClosed"
+    assert host.act("1", 3, Join(Limits())).answer[0] > run
+
+
+def test_nothing_is_counted_of_nodes_whose_run_was_closed_and_opened_again() -> None:
+    host = Host()
+    for session in "01":
+        host.act(session, 1, Join(Limits(2, 2)))
+    host.engine.take()
+    host.act("0", 2, Close("done", "well"))
+    assert host.engine.size > 0, "they are still here"
+    host.act("0", 3, Open())
+    assert host.engine.size == 0 and host.objects._held == {}
+
+
+def test_of_closed_runs_so_many_are_remembered_and_the_latest() -> None:
+    host = Host()
+    names = [f"/{number}".encode() for number in range(MAX_IDLE + 3)]
+    for number, name in enumerate(names[:-1]):
+        host.act("0", number, Close("done", "well"), name)
+    assert host.act("0", 9_001, Look(), names[2]).answer["phase"] == "closed", "which makes it the latest"
+    host.act("0", 9_002, Close("done", "well"), names[-1])
+    assert host.objects.statistics() == {"rendezvous": MAX_IDLE} and len(host.objects._idle) == MAX_IDLE
+    phases = [host.act("0", 9_003, Look(), name).answer["phase"] for name in names[:5]]
+    assert phases == ["gathering", "gathering", "closed", "gathering", "closed"]
+    assert host.engine.size == 0
+
+
+def test_a_run_that_is_used_is_not_forgotten_for_those_that_are_not() -> None:
+    host = Host()
+    host.act("0", 1, Close("done", "well"))
+    host.act("0", 2, Open())
+    host.act("0", 3, Join(Limits()))
+    for number in range(MAX_IDLE + 1):
+        host.act("1", number, Close("done", "well"), f"/{number}".encode())
+    assert host.act("0", 4, Look()).answer["phase"] == "formed"
 
 
 # What a client says of a call that it takes back

@@ -4,8 +4,8 @@
 same name; `1@x` is member 1 in session x, and `1@x.2` a second call that it has under way. `look` applies the call
 again, `undo` takes it back, `why` asks what it waits for, `fence` whether it holds. What a call came to is written
 after it; those who wait and are woken look at once, and what they find is written `1 <- done`. `slow 1@x` looks only
-when it is told to. After every command the state is written down and read back, and the last call is applied twice,
-which changes nothing.
+when it is told to. `alarm` says which one is set, and `ring` lets it, or that of a number, ring. After every command
+the state is written down and read back, and the last call is applied twice, which changes nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from rallypoint.core import rendezvous
 from rallypoint.core.barrier import Arrive, Barrier, Withdraw
 from rallypoint.core.exchange import Exchange, Give, TakeBack
+from rallypoint.core.gathering import Limits
 from rallypoint.core.lock import Acquire, Lock, Release
 from rallypoint.core.lock import Look as LookAtLock
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
@@ -32,6 +34,7 @@ MACHINES: dict[str, tuple[type[Machine], type[Undo]]] = {
     "barrier": (Barrier, Withdraw),
     "exchange": (Exchange, TakeBack),
     "lock": (Lock, Release),
+    "rendezvous": (rendezvous.Rendezvous, rendezvous.Withdraw),
     "roster": (Roster, Leave),
 }
 WHO = re.compile(r"([^@.]+)(?:@([^.]+))?(?:\.\d+)?")
@@ -64,6 +67,32 @@ def command_of(verb: str, words: list[str]) -> Command:
     raise ValueError(verb)
 
 
+def rendezvous_command(verb: str, words: list[str]) -> Command:
+    """Read `join 2 4 5 rank=1 batch=16`: min, max and last call, then what a join has, and settings."""
+    match verb:
+        case "join":
+            least, most, last_call_s, *more = words
+            said = dict(word.split("=") for word in more)
+            return rendezvous.Join(
+                Limits(int(least), int(most), float(last_call_s)),
+                rank=int(said.pop("rank", -1)),
+                run=int(said.pop("run", -1)),
+                host=said.pop("host", ""),
+                address=said.pop("address", ""),
+                loopback=said.pop("loopback", "no") == "yes",
+                settings=said,
+            )
+        case "watch":
+            return rendezvous.Watch(int(words[0]))
+        case "close":
+            return rendezvous.Close(words[0], " ".join(words[1:]))
+        case "open":
+            return rendezvous.Open()
+        case "nodes":
+            return rendezvous.Look(int(words[0]))
+    raise ValueError(verb)
+
+
 def told(answer: Any) -> str:
     match answer:
         case None:
@@ -77,6 +106,10 @@ def told(answer: Any) -> str:
         case [{"epoch": _} as view, events, every]:
             said = "; ".join(f"{name}#{number} {reason}" for _, name, number, _, reason in events)
             return f"{told(view)} | {said or 'no events'}{'' if every else ' (and more)'}"
+        case [int(run), number, scope, rank, size, (first, at), before, reason]:
+            where = f"{first} at {at}" if at else first
+            later = f", run {run}" if run else ""
+            return f"round {number}{later}: rank {rank} of {size}, 0 is {where}, scope {scope} after {before}; {reason}"
         case list():
             return f"[{' '.join(map(told, answer))}]"
     return str(answer)
@@ -90,7 +123,7 @@ def write(outcome: Outcome | Waiting) -> str:
             return f"{error}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
         case Waiting(reason, missing, withdrawn):
             names = [f"{what} {list(who)}" for what, who in (("missing", missing), ("withdrawn", withdrawn)) if who]
-            return " | ".join([reason, *names])
+            return " | ".join([reason, *names, *["stands by"][: outcome.stands_by]])
     return "waits"
 
 
@@ -115,6 +148,12 @@ class MachineScript:
                 return []
             case "lost":
                 return self.woken(self.did(self.machine.lost(words[0], self.stamp + 1)).woken)
+            case "ring":
+                number = int(words[0]) if words else (self.machine.alarm or (0,))[0]
+                return self.woken(self.did(self.machine.ring(number, self.stamp + 1)).woken)
+            case "alarm":
+                set_now = self.machine.alarm
+                return [f"alarm -> number {set_now[0]}, in {set_now[1]:g} s" if set_now else "alarm -> none"]
             case "idle":
                 return [f"idle -> {told(self.machine.idle)}"]
             case "sessions":
@@ -134,15 +173,17 @@ class MachineScript:
             return [f"{line} -> {self.see(words[0])}"]
         if verb == "look":
             call, command = self.calls[who]
-        elif verb == "undo":
-            command = self.undo(self.calls[who][0].number)
+        elif verb in ("undo", "leave"):
+            undo = self.undo if verb == "undo" else rendezvous.Leave
+            command = undo(self.calls[who][0].number)
             call = self.call(who)
         else:
-            command = command_of(verb, words)
+            meets = isinstance(self.machine, rendezvous.Rendezvous)
+            command = rendezvous_command(verb, words) if meets else command_of(verb, words)
             call = self.call(who)
             self.calls[who] = call, command
         step = self.did(self.machine.apply(call, command, self.stamp + 1))
-        if not isinstance(command, Undo):
+        if not isinstance(command, (Undo, rendezvous.Close, rendezvous.Open)):
             self.again(call, command, step.outcome)
         return [f"{line} -> {write(step.outcome)}", *self.woken(step.woken)]
 

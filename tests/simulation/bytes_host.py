@@ -17,7 +17,7 @@ import msgspec
 from rallypoint.core.machine import WAIT, Call, Command, Machine, Step, Undo
 
 from .ledger import check_loss
-from .world import Life, Process, SessionLost, World
+from .world import NEVER, Life, Process, SessionLost, World
 
 SLICE_S = 1.0
 TIMED_OUT = "timed out"
@@ -50,6 +50,8 @@ class BytesHost:
         self.rung: set[str] = set()
         self.patient = world.chance.random() < 0.5
         self.loss = world.chance.choice((0, 0.05, 0.2))
+        self.alarms: dict[tuple[str, str], tuple[int, float]] = {}
+        """By session and key: the alarm that it has seen, and since when."""
 
     def call(self, process: Process, key: str, call: Call, command: Command, deadline: float) -> Life:
         """Carry a call through; return its outcome, or that its time was over."""
@@ -64,7 +66,8 @@ class BytesHost:
                     process.waits = None
                     return TIMED_OUT
                 yield min(deadline, self.world.now + SLICE_S)
-                yield from self._bury(process, key, type(command).machine)
+                yield from self.bury(process, key, type(command).machine)
+                yield from self._let_ring(process, key, type(command).machine)
                 if not self.patient:
                     break
             self.rung.discard(call.id)
@@ -85,6 +88,10 @@ class BytesHost:
 
     def tick(self) -> None:
         """There is nobody here who has a clock."""
+
+    def due(self) -> float:
+        """Return never: whoever waits looks again, and lets alarms ring."""
+        return NEVER
 
     def crashed(self, process: Process) -> None:
         """There is nobody here who would notice."""
@@ -107,7 +114,25 @@ class BytesHost:
                 if not isinstance(command, Undo) and self.world.chance.random() < 0.3:
                     return TIMED_OUT
 
-    def _bury(self, process: Process, key: str, kind: type[Machine]) -> Life:
+    def _let_ring(self, process: Process, key: str, kind: type[Machine]) -> Life:
+        """Let the machine's alarm ring, if this process has seen it for its time; others may do the same."""
+        if kind.alarm is Machine.alarm:
+            return  # that kind has none
+        state, machine = self._read(key, kind)
+        if machine.alarm is None:
+            return
+        number, after_s = machine.alarm
+        seen, since = self.alarms.get((process.session, key), (0, 0.0))
+        if seen != number:
+            self.alarms[process.session, key] = number, self.world.now
+        elif self.world.now >= since + after_s:
+            yield None
+            state, machine = self._read(key, kind)
+            step = machine.ring(number, state.version + 1)
+            if step.changed and (yield from self._write(key, state, machine, step)):
+                self.world.note("rang", str(process), number)
+
+    def bury(self, process: Process, key: str, kind: type[Machine]) -> Life:
         """Take sessions out that have stood still for the grace."""
         world = self.world
         state, machine = self._read(key, kind)

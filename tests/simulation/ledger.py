@@ -27,6 +27,7 @@ from .world import NEVER, Process, World, Wrong
 
 LOST = "session lost"
 INTERRUPTED = "interrupted"
+MEETINGS = ("barrier", "exchange")
 UNKNOWN = (None, LOST, INTERRUPTED)
 """What a call came to of which nobody knows whether it came true."""
 
@@ -229,7 +230,7 @@ class Ledger(Struct, eq=False):
 
 def check_loss(before: Any, after: Any, session: str) -> None:
     """Check that nobody waits on in a meeting of which one who had come is lost."""
-    if before.kind not in ("barrier", "exchange"):
+    if before.kind not in MEETINGS:
         return
     calls = [call if isinstance(call, Call) else call[1] for call in before.calls.values()]
     gone = {call.member for call in calls if call.session == session}

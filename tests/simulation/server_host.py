@@ -21,8 +21,8 @@ from rallypoint.core.objects import Objects
 from rallypoint.core.records import TimedOut, Waiter
 
 from .bytes_host import TIMED_OUT
-from .ledger import INTERRUPTED, check_loss
-from .world import Life, Process, SessionLost, World, Wrong
+from .ledger import INTERRUPTED, MEETINGS, check_loss
+from .world import NEVER, Life, Process, SessionLost, World, Wrong
 
 PROGRESS_S = 0.5
 ENDED = "ended"
@@ -66,9 +66,14 @@ class ServerHost:
         """End all sessions: nothing may be left."""
         for session in sorted(set(self.world.by_session) - self.ended):
             self._end(session)
-        left = [self.objects._machines, self.objects._pending, self.objects._held, self.objects._late]
+        machines = self.objects._machines.keys() - self.objects._idle.keys()
+        left = [machines, self.objects._pending, self.objects._held, self.objects._late, self.objects._alarms]
         if any(left) or self.engine.size:
             raise Wrong(f"the server keeps something of nobody: {left} {self.engine.size} bytes")
+
+    def bury(self, process: Process, key: str, kind: type[Machine]) -> Life:
+        """Take nobody out: a session that stands still ends by itself."""
+        yield None
 
     def deliver(self) -> bool:
         """Let some session's next request arrive."""
@@ -88,6 +93,10 @@ class ServerHost:
             if session not in self.ended and process.still(self.world.now) and process.session == session:
                 self.world.note("ended", session)
                 self._end(session)
+
+    def due(self) -> float:
+        """Return when the next alarm rings."""
+        return min((alarm.due for alarm in self.objects._alarms.values()), default=NEVER)
 
     def crashed(self, process: Process) -> None:
         """Cut what it had sent at any place."""
@@ -130,9 +139,15 @@ class ServerHost:
                 self.parked[session, tag] = outcome
 
     def _drain(self) -> None:
-        for waiter, answer in self.engine.take():
-            assert isinstance(waiter, Waiter)
-            session, tag = waiter.tag  # type: ignore[misc]
+        while self.engine.outbox:
+            self._carry_out(*self.engine.outbox.pop(0))
+
+    def _carry_out(self, waiter: Any, answer: Any) -> None:
+        if waiter.owner is self.objects:
+            self.world.note("rings", waiter.tag)
+            self.objects.answer(waiter, answer)
+        else:
+            session, tag = waiter.tag
             if self.parked.pop((session, tag), None) is None:
                 raise Wrong(f"an answer for a wait that is over: {session} {tag}")
             self._reply(session, tag, self.objects.why(waiter) if isinstance(answer, TimedOut) else answer)
@@ -150,7 +165,8 @@ class ServerHost:
         self.engine.end(session)
         for place in [place for place in self.parked if place[0] == session]:
             del self.parked[place]
-        before = {place: copy.deepcopy(machine) for place, machine in self.objects._machines.items()}
+        machines = self.objects._machines.items()
+        before = {place: copy.deepcopy(machine) for place, machine in machines if machine.kind in MEETINGS}
         self.objects.end(session, self.world.now)
         for place, machine in before.items():
             check_loss(machine, self.objects._machines.get(place) or type(machine)(), session)

@@ -41,6 +41,9 @@ class Host(Protocol):
     def tick(self) -> None:
         """Notice that time has passed."""
 
+    def due(self) -> float:
+        """Return when the next alarm rings by itself."""
+
     def crashed(self, process: Process) -> None:
         """Notice that a process is no more."""
 
@@ -108,6 +111,9 @@ class World:
         self.live_like: Any = None
         self.trouble = self.chance.choice((0, 0.005, 0.02, 0.05))
         self.calm_after = self.chance.randrange(50, 600)
+        self.steps = STEPS
+        self.pace_s = 0.04
+        """How much time one step takes at most: the more processes there are, the less."""
 
     def new_session(self, process: Process) -> str:
         session = f"s{len(self.by_session)}"
@@ -132,9 +138,9 @@ class World:
 
     def run(self) -> None:
         """Go on until nothing more can happen."""
-        while self.step < STEPS:
+        while self.step < self.steps:
             self.step += 1
-            self.now += self.chance.random() * 0.04
+            self.now += self.chance.random() * self.pace_s
             self._doubt()
             self._thaw()
             self.host.tick()
@@ -149,7 +155,7 @@ class World:
                 return
             if self.now - self.changed_at > QUIET_S and self.step > self.calm_after:
                 return
-        raise Wrong(f"no end after {STEPS} steps")
+        raise Wrong(f"no end after {self.steps} steps")
 
     def _go_on(self, process: Process) -> None:
         process.woken = False
@@ -165,6 +171,7 @@ class World:
         times = [one.until for one in self.processes if one.runs and one.until is not None]
         times += [one.thaws_at for one in self.processes if one.thaws_at is not None]
         times += [self.now + 0.5 for one in self.processes if one.crashed and self.now - self.changed_at < QUIET_S]
+        times.append(self.host.due())
         if self.step < self.calm_after:
             times.append(self.now + 0.5)
         soonest = min(times, default=NEVER)

@@ -107,13 +107,15 @@ def decide(now: Situation) -> Form | Hold | Refuse:
     if here < least:
         return Hold(f"{here} of at least {least} nodes: waiting for {least - here}{back}")
     if now.last_call_over:
-        return Form(f"{here} of at most {most} nodes came before the last call of {last_call_s:g} s was over")
+        return Form(
+            f"{min(here, most)} of at most {most} nodes came before the last call of {last_call_s:g} s was over"
+        )
     if now.last and not now.absent and now.highest < here:
         return Form(f"everybody of the last round is back: {here} of at most {most} nodes")
     if not last_call_s and not now.absent:
         return Form(f"{here} of at most {most} nodes are here, and there is no last call")
     asked = f"; rank {now.highest} is asked for" if now.highest >= here else ""
-    enough = f"{here} nodes are enough, and up to {most} may come"
+    enough = f"{here} nodes are " + (f"enough, and up to {most} may come" if here < most else f"here for {most} places")
     call = f": last call of {last_call_s:g} s" if last_call_s else ""
     return Hold(f"{enough}{call}{back}{asked}", last_call=bool(last_call_s))
 
@@ -126,14 +128,19 @@ def chosen(waiting: Sequence[Node], last: Mapping[str, int], most: int) -> Seque
 
 
 def ranks_for(nodes: Sequence[Node], last: Mapping[str, int], past: Mapping[str, int]) -> dict[str, int]:
-    """Give each node a rank; returns them by name, in the order of rank. `past` has the ranks of earlier rounds."""
+    """Give each node a rank; returns them by name, in the order of rank.
+
+    `past` has the ranks of earlier rounds, the latest at its end: of two who had one rank, the later one gets it back.
+    """
     free = dict.fromkeys(range(len(nodes)))
     ranks: dict[str, int] = {}
-    for wished in ({node.name: node.rank for node in nodes}, last, past):
-        for node in nodes:
-            rank = wished.get(node.name, -1)
-            if rank in free and node.name not in ranks:
-                ranks[node.name] = rank
+    asked = {node.name: node.rank for node in nodes}
+    returned = [name for name in reversed(list(past)) if name in asked]
+    for names, wished in ((asked, asked), (asked, last), (returned, past)):
+        for name in names:
+            rank = wished.get(name, -1)
+            if rank in free and name not in ranks:
+                ranks[name] = rank
                 del free[rank]
     gaps = iter(free)
     for node in nodes:

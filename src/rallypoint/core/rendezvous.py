@@ -185,7 +185,7 @@ class Rendezvous(Machine, kw_only=True):
 
     def ring(self, alarm: int, stamp: int) -> Step:
         """Form a round of those who are here: last call is over."""
-        if alarm != self.last_call:
+        if not alarm or alarm != self.last_call:
             return Step(Done())
         return self._formed(Done(), stamp, [], last_call_over=True)
 
@@ -346,7 +346,7 @@ class Rendezvous(Machine, kw_only=True):
         if self.closed is None:
             return Step(Done(False))
         dropped = [node.call for node in self.nodes.values()]
-        fresh = Rendezvous(run=stamp, before=self.scope)
+        fresh = Rendezvous(run=stamp, scope=self.scope, over="the last run was closed, and this one had no round yet")
         for name in self.__struct_fields__:
             setattr(self, name, getattr(fresh, name))
         return Step(Done(True), True, dropped=dropped)

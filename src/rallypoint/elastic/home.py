@@ -10,12 +10,13 @@ import ipaddress
 import json
 import socket
 import urllib.parse
+from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
-from rallypoint.errors import ConnectionLost, MeetingError
+from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
 from rallypoint.store import master
 from rallypoint.store.tcp import TCPStore
 
@@ -24,25 +25,46 @@ __all__ = ["close_door", "find_or_start", "is_loopback", "open_door"]
 OUTLIVE_S = 10.0
 """How long a server that we started lives with nobody connected."""
 
+ATTEMPT_S = 10.0
+"""How long a server that was there a moment ago may take to let us in, before another is started."""
+
 
 def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float) -> TCPStore:
-    """Connect to the server of an endpoint, after starting it if that is here and nobody has (`is_host` overrules)."""
+    """Connect to the server of an endpoint, after starting it if that is here and nobody has (`is_host` overrules).
+
+    Raises AddressTaken where something else has the port, ConnectFailed where nobody, or no server of ours, answers.
+    """
     deadline = Deadline(timeout_s)
-    port = endpoint.port
-    if net.is_this_host(endpoint.host) if is_host is None else is_host:
-        server = master.serve(_to_bind(endpoint.host), port, True, None, deadline, OUTLIVE_S)
-        port = port if server is None else server.port
-    return TCPStore(endpoint.host, port, timeout=deadline.remaining(), wait_for_workers=False)
+    port, hosts = endpoint.port, _to_bind(endpoint.host, is_host)
+    while True:
+        if hosts:
+            server = master.serve(hosts, port, True, None, deadline, OUTLIVE_S)
+            port = port if server is None else server.port
+        try:
+            within_s = min(ATTEMPT_S, deadline.remaining()) if hosts else deadline.remaining()
+            store = TCPStore(endpoint.host, port, timeout=within_s, wait_for_workers=False)
+        except ConnectFailed:  # the one that was found may have been just ending
+            if not hosts or deadline.expired():
+                raise
+            continue
+        if not store._backend.hosts_objects:
+            store.close()
+            peer = str(net.Endpoint(endpoint.host, port))
+            why = "what answers there is a PyTorch server, not one of ours"
+            raise ConnectFailed(peer=peer, timeout_s=timeout_s, tried={peer: why})
+        store.set_timeout(timeout_s)
+        return store
 
 
-def open_door(host: str, port: int, run: str, scope: int, timeout_s: float) -> int:
-    """Return the port of a store of its own for a round of a run."""
-    return int(_ask(host, port, "PUT", f"/doors/{urllib.parse.quote(run, safe='')}/{scope}", timeout_s)["port"])
+def open_door(host: str, port: int, run: str, scope: int, timeout_s: float) -> int | None:
+    """Return the port of a store of its own for a round of a run; None where a later round has one."""
+    facts = _ask(host, port, "PUT", _path(run, scope), timeout_s)
+    return None if facts is None else int(facts["port"])
 
 
-def close_door(host: str, port: int, run: str, timeout_s: float) -> None:
-    """Close a run's door; what was stored behind it is gone."""
-    _ask(host, port, "DELETE", f"/doors/{urllib.parse.quote(run, safe='')}", timeout_s)
+def close_door(host: str, port: int, run: str, scope: int, timeout_s: float) -> None:
+    """Close a run's door, if it is not that of a later round; what was stored behind it is gone."""
+    _ask(host, port, "DELETE", _path(run, scope), timeout_s)
 
 
 def is_loopback(host: str) -> bool:
@@ -53,20 +75,42 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _to_bind(host: str) -> list[str]:
-    """Return where to listen so that others reach us by a name: a name of ours may be a loopback address, here only."""
+def _to_bind(host: str, is_host: bool | None) -> list[str]:
+    """Return where to listen so that others reach us under this host; nowhere if that is not to be here.
+
+    A name of this machine may be a loopback address on it, and only there. And who is told to be the host, though the
+    address is not this machine's, is reached by others through something that forwards to it. Both listen everywhere.
+    """
+    here = net.is_this_host(host)
+    if not (here if is_host is None else is_host):
+        return []
+    named = host != "localhost" and not _is_address(host)
+    if here and not (named and all(map(is_loopback, _addresses(host)))):
+        return [host]
+    return ["::" if ":" in host else "0.0.0.0"]
+
+
+def _is_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
-        return [host]
     except ValueError:
-        pass
-    if host == "localhost":
-        return [host]
-    places = {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
-    return ["0.0.0.0"] if all(map(is_loopback, places)) else [host]
+        return False
+    return True
 
 
-def _ask(host: str, port: int, method: str, path: str, timeout_s: float) -> dict[str, Any]:
+def _addresses(host: str) -> set[str]:
+    try:
+        return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
+    except OSError:
+        return set()  # a name of ours that nobody resolves: others cannot either, and are told so
+
+
+def _path(run: str, scope: int) -> str:
+    return f"/doors/{urllib.parse.quote(run, safe='')}/{scope}"
+
+
+def _ask(host: str, port: int, method: str, path: str, timeout_s: float) -> dict[str, Any] | None:
+    """Ask the server; return what it answers, None where that is that it is too late."""
     connection = HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request(method, path)
@@ -77,7 +121,9 @@ def _ask(host: str, port: int, method: str, path: str, timeout_s: float) -> dict
         raise ConnectionLost(peer=peer, operation=f"{method} {path}", why=str(error)) from error
     finally:
         connection.close()
-    if answer.status != 200:
+    if answer.status == HTTPStatus.CONFLICT:
+        return None
+    if answer.status != HTTPStatus.OK:
         why = body.decode(errors="replace").strip()
         raise MeetingError(f"the server at {net.Endpoint(host, port)} refused {method} {path}: {why}")
     facts: dict[str, Any] = json.loads(body)

@@ -82,13 +82,13 @@ class Object:
 
     _calls = itertools.count(1)
 
-    def __init__(self, kind: str, store: Any, name: str) -> None:
+    def __init__(self, kind: str, store: Any, name: str, host: Host | None = None) -> None:
         if not isinstance(name, str) or not name:
             raise ValueError(f"the name of a {kind} must be a text, not {name!r}")
         self.kind = kind
         self.name = name
         self.thing = f"{kind} {name!r}"
-        self._host = host_of(store)
+        self._host = host_of(store) if host is None else host
         self._made = 0
         self._default_s = store.timeout.total_seconds() if hasattr(store, "timeout") else 300.0
 

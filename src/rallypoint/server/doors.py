@@ -2,12 +2,14 @@
 
 PyTorch's workers use their store without a prefix, and cannot be told one: the workers of another job, or of the round
 before, would find each other's keys. So every round of a run gets a door. Opening the door of a later round closes that
-of the one before: whoever is still behind it is hung up on, and what was stored there is gone.
+of the one before: whoever is still behind it is hung up on, and what was stored there is gone. A run's last door is
+closed by whoever leaves it last; where all have died, it stays until the server has need of another.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rallypoint import net
@@ -15,13 +17,17 @@ from rallypoint import net
 if TYPE_CHECKING:
     from rallypoint.server.house import House
 
-__all__ = ["Doors", "TooLate"]
+__all__ = ["Doors", "TooLate", "TooMany"]
 
 MAX_DOORS = 1024
 
 
 class TooLate(Exception):
-    """The door of a later round is open, or there are too many doors."""
+    """The door of a later round is open."""
+
+
+class TooMany(Exception):
+    """There are as many doors as may be, and somebody is behind each."""
 
 
 class _Door(NamedTuple):
@@ -29,6 +35,9 @@ class _Door(NamedTuple):
 
     scope: int
     port: int
+    listening: int
+    """How many sockets it listens on."""
+
     house: House
     opening: asyncio.Task[None]
 
@@ -47,31 +56,38 @@ class Doors:
         return sum(door.house.connections for door in self._doors.values())
 
     def open(self, name: str, scope: int) -> int:
-        """Open the door of a round, and return its port; it may be open already."""
+        """Open the door of a round, and return its port; it may be open already.
+
+        Raises TooLate, TooMany, and AddressTaken where no port can be had.
+        """
         door = self._doors.get(name)
         if door is not None and door.scope > scope:
             raise TooLate(f"the door of round {door.scope} of {name!r} is open, and {scope} is over")
         if door is not None and door.scope == scope:
             return door.port
         if door is None and len(self._doors) >= MAX_DOORS:
-            raise TooLate(f"there are {MAX_DOORS} doors, and no more are allowed")
-        self.close(name)
+            self._close_an_empty_one()
         hosts = [sock.getsockname()[0] for sock in self._house.sockets]
         sockets = net.listen(hosts, 0)
-        behind = type(self._house)(self._house.settings)
+        self.close(name)
+        behind = type(self._house)(self._house.settings, self._house)
         opening = asyncio.get_running_loop().create_task(behind.open(sockets))
         port = int(sockets[0].getsockname()[1])
-        self._doors[name] = _Door(scope, port, behind, opening)
+        self._doors[name] = _Door(scope, port, len(sockets), behind, opening)
+        self._house.crowd += len(sockets)  # descriptors, too
         return port
 
-    def close(self, name: str) -> bool:
-        """Close the door of a run; say whether there was one."""
-        door = self._doors.pop(name, None)
-        if door is not None:
-            task = asyncio.get_running_loop().create_task(_close(door))
-            self._closing.add(task)
-            task.add_done_callback(self._closing.discard)
-        return door is not None
+    def close(self, name: str, scope: int | None = None) -> bool:
+        """Close the door of a run, unless it is that of a round later than `scope`; say whether it was closed."""
+        door = self._doors.get(name)
+        if door is None or (scope is not None and door.scope > scope):
+            return False
+        del self._doors[name]
+        self._house.crowd -= door.listening
+        task = asyncio.get_running_loop().create_task(_close(door))
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return True
 
     async def close_all(self) -> None:
         """Close all doors."""
@@ -91,7 +107,16 @@ class Doors:
             for name, door in self._doors.items()
         }
 
+    def _close_an_empty_one(self) -> None:
+        """Make room: close the oldest door that nobody is behind."""
+        empty = (name for name, door in self._doors.items() if not door.house.connections)
+        name = next(empty, None)
+        if name is None:
+            raise TooMany(f"there are {MAX_DOORS} doors, somebody is behind each, and no more are allowed")
+        self.close(name)
+
 
 async def _close(door: _Door) -> None:
-    await door.opening
+    with contextlib.suppress(OSError):
+        await door.opening
     await door.house.close()

@@ -53,8 +53,12 @@ COMPLAINTS_KEPT = 1024
 class House:
     """Everything one server process holds."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, front: House | None = None) -> None:
         self.settings = settings
+        self._front = front or self  # the one that this one is a door of
+        self.crowd = 0
+        """How many are connected, here and behind all doors, and how many doors there are: they share the limit."""
+
         self.engine = Engine(settings.max_memory)
         self.started_at = time.monotonic()
         self.sockets: list[socket.socket] = []
@@ -145,16 +149,19 @@ class House:
     def arrived(self, connection: Connection) -> None:
         """Count a new connection, which must soon say who calls; turn it away if there are as many as may be."""
         limit = self.settings.max_connections
-        if limit is not None and len(self._connections) >= limit:
+        if limit is not None and self._front.crowd >= limit:
             self._refused += 1
             connection.close()
             return
+        self._front.crowd += 1
         self._connections.add(connection)
         self._newcomers[connection] = time.monotonic()
 
     def left(self, connection: Connection) -> None:
         """Forget a connection."""
-        self._connections.discard(connection)
+        if connection in self._connections:
+            self._front.crowd -= 1
+            self._connections.remove(connection)
         self._newcomers.pop(connection, None)
         self.deliver()
         if self.sessions.next_end() < self.ticks_at:

@@ -2,8 +2,8 @@
 
 `GET /healthz` answers "ok" while the server serves, `GET /about` which server this is and `GET /statistics` what it
 holds and who is here, both as JSON. `GET /` is a plain page that says what this is, what it holds and who is here, as
-far as a person reads. `PUT /doors/RUN/ROUND` opens a door (`server/doors.py`) and answers its port, `DELETE /doors/RUN`
-closes it.
+far as a person reads. `PUT /doors/RUN/ROUND` opens a door (`server/doors.py`) and answers its port, and `DELETE
+/doors/RUN/ROUND` closes it, if it is not that of a later round; without the round, whichever it is.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import h11
 
 from rallypoint.errors import AddressTaken
-from rallypoint.server.doors import TooLate
+from rallypoint.server.doors import TooLate, TooMany
 
 if TYPE_CHECKING:
     from rallypoint.server.connection import Connection
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["WebFace"]
 
 MAX_HEAD_BYTES = 16 * 1024
+SCOPE_DIGITS = 20
 PIPELINED = 8
 """How many requests are answered at a time; then others get their turn."""
 
@@ -126,14 +127,17 @@ class WebFace:
 
     def _door(self, method: bytes, run: str, *rest: str) -> tuple[int, str, bytes]:
         name, doors = urllib.parse.unquote(run), self._house.doors
-        if method == b"DELETE" and not rest:
-            return 200, "application/json", json.dumps({"closed": doors.close(name)}).encode()
-        if method == b"DELETE" or len(rest) != 1 or not rest[0].isdecimal():
-            return 404, "text/plain", b"nothing here: PUT /doors/RUN/ROUND, or DELETE /doors/RUN\n"
+        scope = int(rest[0]) if len(rest) == 1 and rest[0].isdecimal() and len(rest[0]) <= SCOPE_DIGITS else None
+        if not name or (scope is None and (method == b"PUT" or rest)):
+            return 404, "text/plain", b"nothing here: PUT or DELETE /doors/RUN/ROUND, or DELETE /doors/RUN\n"
+        if scope is None or method == b"DELETE":
+            return 200, "application/json", json.dumps({"closed": doors.close(name, scope)}).encode()
         try:
-            return 200, "application/json", json.dumps({"port": doors.open(name, int(rest[0]))}).encode()
-        except (TooLate, AddressTaken) as error:
+            return 200, "application/json", json.dumps({"port": doors.open(name, scope)}).encode()
+        except TooLate as error:
             return 409, "text/plain", f"{error}\n".encode()
+        except (TooMany, AddressTaken) as error:
+            return 503, "text/plain", f"{error}\n".encode()
 
 
 def _page(facts: dict[str, Any]) -> str:
