@@ -76,7 +76,7 @@ class Join(Command, tag="rendezvous.join"):
 
 
 class Withdraw(Undo, tag="rendezvous.withdraw"):
-    """Take back a join that still waits, or a watch."""
+    """Take back a join that still waits, or a watch; refused as these are where the run was closed before."""
 
 
 class Leave(Undo, tag="rendezvous.leave"):
@@ -234,8 +234,7 @@ class Rendezvous(Machine, kw_only=True):
         if member is not None and member.call.id == call.id:
             return Step(Done(self._round(name)))
         if self.closed is not None or 0 <= command.run < self.run:
-            result, reason = self.closed or ("", "it was closed, and another has been opened under this name")
-            return Step(Refused("RunClosed", {"result": result, "reason": reason}))
+            return Step(self._refusal())
         other = waits or (member if member is not None and member.call.session != call.session else None)
         if other is not None:
             return Step(Refused("NameTaken", {"member": name, "other": str(other.call)}))
@@ -256,6 +255,11 @@ class Rendezvous(Machine, kw_only=True):
         self._in(node)
         step = self._formed(WAIT, stamp, woken, node)
         return step if member is None else step._replace(dropped=[member.call, *step.dropped])
+
+    def _refusal(self) -> Refused:
+        """Refuse one whose run is over."""
+        result, reason = self.closed or ("", "it was closed, and another has been opened under this name")
+        return Refused("RunClosed", {"result": result, "reason": reason})
 
     def _situation(self, newcomer: Node | None = None, command: Join | None = None, over: bool = False) -> Situation:
         """Put together what `decide` needs to know."""
@@ -321,7 +325,7 @@ class Rendezvous(Machine, kw_only=True):
             self._out(waits)
             return self._formed(Done(self._left()), stamp, [])
         if member is None or member.call.id != target:
-            return Step(Done(self._left()))
+            return Step(Done(self._left()) if leaves or self.closed is None else self._refusal())
         if not leaves:
             return Step(Done([self._round(call.member)]))
         self._out(member)

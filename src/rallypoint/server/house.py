@@ -164,7 +164,7 @@ class House:
             self._connections.remove(connection)
         self._newcomers.pop(connection, None)
         self.deliver()
-        if self.sessions.next_end() < self.ticks_at:
+        if min(self.engine.earliest, self.sessions.next_end()) < self.ticks_at:
             self.tick()
 
     def hold(self, connection: Connection, amount: int, grown: int) -> None:
