@@ -6,9 +6,9 @@ Keys, for an object of some KIND and NAME:
     KIND:NAME:bell:N     set when the bell rings the Nth time; a waiting member waits for the next. Only a few are kept
     pulse:SESSION        a counter that moves while a session lives and takes part in something
 
-A change that others wait for rings the bell. Who waits also feels the pulse of the next few sessions in a ring of all that the machine has
-to hear of: a counter that has not moved for `GRACE_S`, by the watcher's own clock, belongs to a dead session, which is
-then taken out of the machine.
+A change that others wait for rings the bell. Who waits also feels the pulse of the next few sessions in a ring of all
+that the machine has to hear of: a counter that has not moved for `GRACE_S`, by the watcher's own clock, belongs to a
+dead session, which is then taken out of the machine.
 
 Rejected: to feel everybody's pulse. A thousand members would read a million counters a second.
 """
@@ -51,14 +51,14 @@ BELLS = 16
 class _State(State):
     """What is written under an object's key."""
 
-    bell: int = 0
+    bell: int
 
 
 class StoreHost(BlobHost[_State]):
     """The objects of one store, hosted by their members."""
 
     def __init__(self, store: Any) -> None:
-        super().__init__(repr(store) if isinstance(store, Store) else _label(store), _State)
+        super().__init__(repr(store) if isinstance(store, Store) else _label(store), _State, 0)
         self._store = store
         self._pulse = _pulse_of(store)
         self._felt_at: dict[str, float] = {}
@@ -74,7 +74,7 @@ class StoreHost(BlobHost[_State]):
         return super().act(name, member, call, command, wait_s)
 
     def _fetch(self, place: str) -> Found:
-        blob = bytes(self._store.compare_set(place, "", self._empty().decode()))
+        blob = bytes(self._store.compare_set(place, "", self._empty.decode()))
         return blob, blob
 
     def _swap(self, place: str, token: Any, blob: bytes) -> Found | None:

@@ -36,9 +36,6 @@ MODULES = [
     ".static_tcp_rendezvous",
     ".dynamic_rendezvous",
 ]
-NOT_YET_THERE = frozenset(("DynamicRendezvousHandler", "create_handler"))
-"""Names that are still to come, with the dynamic handler."""
-
 PRIVATE = frozenset(("_delay", "_matches_machine_hostname", "_parse_rendezvous_config", "_PeriodicTimer"))
 """Names that start with an underscore, and are used all the same."""
 
@@ -83,13 +80,8 @@ def shape(function: Any) -> list[tuple[str, Any, Any]]:
 def test_every_name_is_there(module):
     names = exported(theirs(module)) | (PRIVATE if module == ".utils" else set())
     assert names, "the module exports something"
-    missing = {name for name in names if not hasattr(rendezvous, name)}
-    assert missing <= NOT_YET_THERE
-    assert names - missing <= set(rendezvous.__all__)
-
-
-def test_what_is_still_to_come_has_not_come():
-    assert not [name for name in NOT_YET_THERE if hasattr(rendezvous, name)], "take it off NOT_YET_THERE"
+    assert names <= set(rendezvous.__all__)
+    assert all(hasattr(rendezvous, name) for name in names)
 
 
 def unlike(there: Any, here: Any) -> Iterator[str]:
@@ -125,7 +117,7 @@ def test_signatures_are_the_same(module):
     names = exported(theirs(module)) | (PRIVATE if module == ".utils" else set())
     wrong = [
         f"{name} {what}"
-        for name in sorted(names - NOT_YET_THERE)
+        for name in sorted(names)
         for what in unlike(getattr(theirs(module), name), getattr(rendezvous, name))
     ]
     assert not wrong

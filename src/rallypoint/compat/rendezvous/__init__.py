@@ -4,6 +4,7 @@
     api, errors     api
     endpoint, timer utils
     backend         c10d_rendezvous_backend, and RendezvousBackend of dynamic_rendezvous
+    handler, host   dynamic_rendezvous
     settings        RendezvousTimeout and RendezvousSettings of dynamic_rendezvous
     static          static_tcp_rendezvous
     registry        registry
@@ -42,6 +43,7 @@ from rallypoint.compat.rendezvous.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
+from rallypoint.compat.rendezvous.handler import DynamicRendezvousHandler, create_handler
 from rallypoint.compat.rendezvous.registry import get_rendezvous_handler
 from rallypoint.compat.rendezvous.settings import RendezvousSettings, RendezvousTimeout
 from rallypoint.compat.rendezvous.static import StaticTCPRendezvous, create_rdzv_handler
@@ -58,6 +60,9 @@ __all__ = [
     "RendezvousHandlerRegistry",
     "rendezvous_handler_registry",
     "get_rendezvous_handler",
+    # nodes that come and go
+    "DynamicRendezvousHandler",
+    "create_handler",
     # ranks that are known from the start
     "StaticTCPRendezvous",
     "create_rdzv_handler",

@@ -15,13 +15,21 @@ from rallypoint.compat.rendezvous.api import (
     RendezvousParameters,
     rendezvous_handler_registry,
 )
+from rallypoint.compat.rendezvous.backend import create_backend
+from rallypoint.compat.rendezvous.handler import create_handler
 from rallypoint.compat.rendezvous.static import create_rdzv_handler
 
 __all__ = ["get_rendezvous_handler", "HANDLERS"]
 
 ENTRY_POINTS = "torchrun.handlers"
 
-HANDLERS: dict[str, RendezvousHandlerCreator] = {"static": create_rdzv_handler}
+
+def _create_c10d_handler(params: RendezvousParameters) -> RendezvousHandler:
+    backend, store = create_backend(params)
+    return create_handler(store, backend, params)
+
+
+HANDLERS: dict[str, RendezvousHandlerCreator] = {"c10d": _create_c10d_handler, "static": create_rdzv_handler}
 """The kinds of rendezvous that are registered from the start."""
 
 

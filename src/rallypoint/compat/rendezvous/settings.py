@@ -8,7 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 
-__all__ = ["RendezvousSettings", "RendezvousTimeout"]
+from rallypoint.core.machine import MAX_MEMBERS
+
+__all__ = ["RendezvousSettings", "RendezvousTimeout", "check"]
 
 _DEFAULTS_S = {"join": 600, "last_call": 30, "close": 30, "heartbeat": 5}
 
@@ -66,3 +68,15 @@ class RendezvousSettings:
     timeout: RendezvousTimeout
     keep_alive_interval: timedelta
     keep_alive_max_attempt: int
+
+
+def check(settings: RendezvousSettings) -> None:
+    """Refuse what cannot be."""
+    if not settings.run_id:
+        raise ValueError("the run id must not be empty")
+    if settings.min_nodes < 1:
+        raise ValueError(f"a rendezvous needs at least one node: min_nodes is {settings.min_nodes}")
+    if settings.max_nodes < settings.min_nodes:
+        raise ValueError(f"max_nodes ({settings.max_nodes}) must not be less than min_nodes ({settings.min_nodes})")
+    if settings.max_nodes > MAX_MEMBERS:
+        raise ValueError(f"max_nodes must be at most {MAX_MEMBERS}, not {settings.max_nodes}")

@@ -1,0 +1,7 @@
+"""The kinds of store that these tests run on."""
+
+from __future__ import annotations
+
+from tests.kinds import open_store
+
+__all__ = ["open_store"]

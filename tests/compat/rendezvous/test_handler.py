@@ -1,0 +1,590 @@
+"""Nodes that meet by the dynamic handler: threads, on every kind of store, and on a backend as a test would inject.
+
+A node is lost here by cutting it off from its backend, so that its keep-alive stands still. Keep-alives are quick, and
+the grace is two seconds: long enough for a busy machine.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.kinds import AMPLE_S, Open, together
+
+from rallypoint import HashStore, PrefixStore, Server, TCPStore, net
+from rallypoint.compat.rendezvous import (
+    C10dRendezvousBackend,
+    DynamicRendezvousHandler,
+    RendezvousBackend,
+    RendezvousClosedError,
+    RendezvousConnectionError,
+    RendezvousError,
+    RendezvousGracefulExitError,
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousParameters,
+    RendezvousStateError,
+    RendezvousTimeout,
+    RendezvousTimeoutError,
+    create_handler,
+    get_rendezvous_handler,
+    host,
+    start,
+)
+from rallypoint.compat.rendezvous.handler import EXIT_BARRIER
+from rallypoint.deadline import Deadline
+from rallypoint.recipes.blob import Felt
+
+HOST = "127.0.0.1"
+UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+Make = Callable[..., DynamicRendezvousHandler]
+
+
+class Memory(RendezvousBackend):
+    """A backend as a user would write it: the state is in a list that all nodes have, the token is its length."""
+
+    name = "memory"
+
+    def __init__(self, states: list[bytes]) -> None:
+        self.states = states
+        self.cut = False
+        self.loses = False
+
+    def get_state(self) -> tuple[bytes, int] | None:
+        self._must_reach()
+        return (self.states[-1], len(self.states)) if self.states else None
+
+    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
+        self._must_reach()
+        with LOCK:
+            won = (token or 0) == len(self.states) and not self.loses
+            if won:
+                self.states.append(state)
+            return self.states[-1] if self.states else b"", len(self.states), won
+
+    def _must_reach(self) -> None:
+        if self.cut:
+            raise RendezvousConnectionError("the wire is cut")
+
+
+LOCK = threading.Lock()
+
+
+class Nodes:
+    """Handlers of one run, on one store, with a backend in memory unless told otherwise."""
+
+    def __init__(self) -> None:
+        self.made: list[DynamicRendezvousHandler] = []
+        self.store = HashStore()
+        self.states: list[bytes] = []
+
+    def make(
+        self,
+        least: int,
+        most: int,
+        *,
+        store: Any = None,
+        backend: Any = None,
+        last_call_s: float = 0.001,
+        **options: Any,
+    ) -> DynamicRendezvousHandler:
+        """Make one more node."""
+        times = {name: timedelta(seconds=options.pop(name)) for name in ("join", "close") if name in options}
+        timeout = RendezvousTimeout(last_call=timedelta(seconds=last_call_s), **times)
+        backend = Memory(self.states) if backend is None else backend
+        store = self.store if store is None else store
+        address = options.pop("address", HOST)
+        options = {"keep_alive_interval": 0.1, "keep_alive_max_attempt": 20, **options}
+        handler = DynamicRendezvousHandler.from_backend("run", store, backend, least, most, address, timeout, **options)
+        self.made.append(handler)
+        return handler
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """Return what makes nodes, none of which starts a server for workers."""
+    monkeypatch.setenv(UNSHARED, "1")
+    everybody = Nodes()
+    yield everybody
+    for handler in everybody.made:
+        handler.shutdown()
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(8) as pool:
+        yield pool
+
+
+def until(true: Callable[[], Any], what: str) -> Any:
+    """Return what is true, once it is so; nobody tells, so it is looked for again and again."""
+    deadline, pause = Deadline(AMPLE_S), threading.Event()
+    while not (seen := true()):
+        assert not deadline.expired(), f"never: {what}"
+        pause.wait(0.005)
+    return seen
+
+
+def meet(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
+    """Let nodes come at once; return what each got."""
+    return together([handler.next_rendezvous for handler in handlers])
+
+
+def ranks(infos: list[RendezvousInfo]) -> list[int]:
+    assert len({info.world_size for info in infos}) == 1
+    return [info.rank for info in infos]
+
+
+def see_that_it_is_over(*handlers: RendezvousHandler) -> None:
+    for handler in handlers:
+        until(lambda handler=handler: handler.num_nodes_waiting() > 0, "the round is over")
+
+
+def in_reserve(handler: DynamicRendezvousHandler) -> list[str]:
+    return list(handler._status()["spares"])
+
+
+# Rounds
+
+
+def test_nodes_meet_on_every_kind_of_store(nodes: Nodes, open_store: Open) -> None:
+    stores = [open_store() for _ in range(4)]
+    handlers = [nodes.make(4, 4, store=store, backend=C10dRendezvousBackend(store, "run")) for store in stores]
+    infos = meet(*handlers)
+    assert sorted(ranks(infos)) == [0, 1, 2, 3] and infos[0].world_size == 4
+    assert len({repr(info.bootstrap_store_info) for info in infos}) == 1
+    assert infos[0].bootstrap_store_info.master_addr == HOST
+    infos[0].store.set("k", "first")
+    assert all(info.store.get("k") == b"first" for info in infos)
+    assert [handler.num_nodes_waiting() for handler in handlers] == [0] * 4
+    again = meet(*handlers)
+    assert ranks(again) == ranks(infos), "nodes keep their ranks"
+    assert not again[0].store.check(["k"]), "a round has a store of its own"
+
+
+def test_nodes_meet_on_a_backend_of_a_users_own(nodes: Nodes) -> None:
+    handlers = [nodes.make(8, 8) for _ in range(8)]
+    assert sorted(ranks(meet(*handlers))) == list(range(8))
+    assert handlers[0].get_backend() == "memory" and handlers[0].get_run_id() == "run"
+    assert handlers[0].settings.max_nodes == 8 and handlers[0].settings.keep_alive_max_attempt == 20
+    tag, version, *_ = json.loads(nodes.states[-1])
+    assert (tag, version) == ("rallypoint.rendezvous", len(nodes.states))
+
+
+@pytest.mark.needs("torch")
+def test_nodes_meet_on_torchs_own_backend(nodes: Nodes) -> None:
+    from torch.distributed import HashStore as Torchs
+    from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRendezvousBackend as Backend
+
+    store = Torchs()
+    handlers = [nodes.make(3, 3, store=store, backend=Backend(store, "run")) for _ in range(3)]
+    assert sorted(ranks(meet(*handlers))) == [0, 1, 2]
+
+
+def test_enough_nodes_form_a_round_when_last_call_is_over(nodes: Nodes) -> None:
+    infos = meet(*[nodes.make(2, 9, last_call_s=0.05) for _ in range(2)])
+    assert sorted(ranks(infos)) == [0, 1] and infos[0].world_size == 2
+
+
+def test_a_full_round_does_not_wait_for_last_call(nodes: Nodes) -> None:
+    assert meet(*[nodes.make(1, 2, last_call_s=10 * AMPLE_S) for _ in range(2)])[0].world_size == 2
+
+
+def test_a_late_node_waits_until_the_others_come_again(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    first, second, late = (nodes.make(2, 3) for _ in range(3))
+    before = ranks(meet(first, second))
+    waiting = pool.submit(late.next_rendezvous)
+    see_that_it_is_over(first, second)
+    assert first.num_nodes_waiting() == 1
+    infos = [*meet(first, second), waiting.result(AMPLE_S)]
+    assert ranks(infos) == [*before, 2]
+    assert first.num_nodes_waiting() == 0
+
+
+def test_a_spare_steps_in_when_a_node_leaves(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    first, second, spare = nodes.make(2, 2), nodes.make(2, 2), nodes.make(2, 2, join=0.01)
+    before = ranks(meet(first, second))
+    waiting = pool.submit(spare.next_rendezvous)
+    until(lambda: in_reserve(first), "the third is a spare")
+    assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0, "there is no place for it"
+    assert first.shutdown()
+    see_that_it_is_over(second)
+    assert not second.is_closed(), "leaving is not closing"
+    assert ranks([*meet(second), waiting.result(AMPLE_S)]) == [before[1], before[0]], "it has the rank that was free"
+
+
+def test_a_host_that_returns_gets_its_rank_back(nodes: Nodes) -> None:
+    first, *others = (nodes.make(3, 3, address=name) for name in ("a", "b", "c"))
+    before = ranks(meet(first, *others))
+    assert [handler.shutdown() for handler in others] == [True, True]
+    again = [nodes.make(3, 3, address=name) for name in ("c", "b")]
+    infos = together([handler.next_rendezvous for handler in (*again, first)])
+    assert ranks(infos) == [before[2], before[1], before[0]]
+
+
+# The end
+
+
+def test_closing_reaches_everybody_and_a_spare_ends_well(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    first, second, spare = (nodes.make(2, 2) for _ in range(3))
+    meet(first, second)
+    waiting = pool.submit(spare.next_rendezvous)
+    until(lambda: spare._host.stands_by, "the third knows that it is a spare")
+    assert not second.is_closed()
+    first.set_closed()
+    first.set_closed()
+    assert second.is_closed() and second.num_nodes_waiting() == 0
+    with pytest.raises(RendezvousGracefulExitError, match=r"the rendezvous 'run' has closed: by 127\.0\.0\.1_"):
+        waiting.result(AMPLE_S)
+    for handler in (first, second, nodes.make(2, 2)):
+        with pytest.raises(RendezvousClosedError, match=r"the rendezvous 'run' has closed: by 127\.0\.0\.1_"):
+            handler.next_rendezvous()
+
+
+def test_who_waits_for_a_first_round_hears_that_it_is_closed(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    lonely, other = nodes.make(2, 2), nodes.make(2, 2)
+    waiting = pool.submit(lonely.next_rendezvous)
+    until(other.num_nodes_waiting, "one waits")
+    other.set_closed()
+    with pytest.raises(RendezvousClosedError):
+        waiting.result(AMPLE_S)
+
+
+def test_closing_has_a_time_out(nodes: Nodes) -> None:
+    backend = Memory(nodes.states)
+    handler = nodes.make(1, 1, backend=backend, close=0.01)
+    handler.next_rendezvous()
+    backend.loses = True
+    with pytest.raises(
+        RendezvousTimeoutError, match=r"could not be changed within 0.01 s: others were faster \d+ times"
+    ):
+        handler.set_closed()
+    assert handler.shutdown() is False
+
+
+def test_a_round_that_does_not_come_about_in_time(nodes: Nodes) -> None:
+    lonely = nodes.make(2, 2, join=0.05)
+    with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes: waiting for 1"):
+        lonely.next_rendezvous()
+    assert lonely.num_nodes_waiting() == 0, "it has gone"
+    assert sorted(ranks(meet(nodes.make(2, 2, join=AMPLE_S), nodes.make(2, 2)))) == [0, 1]
+
+
+def test_the_last_agents_that_succeed_close_the_run(nodes: Nodes) -> None:
+    first, second = nodes.make(2, 2), nodes.make(2, 2)
+    info, _ = meet(first, second)
+    info.store.set(EXIT_BARRIER, "all are here")
+    assert first.shutdown() and second.is_closed() and second.shutdown()
+    with pytest.raises(RendezvousClosedError, match="has succeeded: all agents have passed the exit barrier"):
+        first.next_rendezvous()
+
+
+def test_everybody_may_leave_and_come_back(nodes: Nodes) -> None:
+    handlers = [nodes.make(2, 2) for _ in range(2)]
+    before = meet(*handlers)
+    assert all(handler.shutdown() for handler in handlers)
+    assert all(handler.shutdown() for handler in handlers), "harmless when it has left"
+    after = meet(*handlers)
+    assert ranks(after) == ranks(before) and after[0].world_size == 2
+
+
+# Nodes that are lost
+
+
+def test_survivors_of_a_lost_node_come_again_and_so_does_it(nodes: Nodes) -> None:
+    backends = [Memory(nodes.states) for _ in range(3)]
+    handlers = [nodes.make(2, 3, backend=backend) for backend in backends]
+    infos = meet(*handlers)
+    by_rank = sorted(range(3), key=lambda number: infos[number].rank)
+    stays, keeps, goes = (handlers[number] for number in by_rank)
+    backends[by_rank[2]].cut = True
+    see_that_it_is_over(stays, keeps)
+    infos = meet(stays, keeps)
+    assert ranks(infos) == [0, 1] and infos[0].world_size == 2
+    assert stays.num_nodes_waiting() == 0
+
+    with pytest.raises(RendezvousConnectionError, match="the wire is cut"):
+        goes.num_nodes_waiting()
+    backends[by_rank[2]].cut = False
+    assert goes.num_nodes_waiting() > 0, "its round is over"
+    with ThreadPoolExecutor(1) as pool:
+        returns = pool.submit(goes.next_rendezvous)
+        see_that_it_is_over(stays, keeps)
+        assert ranks([*meet(stays, keeps), returns.result(AMPLE_S)]) == [0, 1, 2], "it has its rank back"
+
+
+def test_a_keep_alive_that_fails_is_said_and_tried_again(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    backend = Memory(nodes.states)
+    handler = nodes.make(1, 1, backend=backend, keep_alive_interval=0.01)
+    handler.next_rendezvous()
+    with caplog.at_level(logging.WARNING, "rallypoint.rendezvous"):
+        backend.cut = True
+        until(lambda: "a keep-alive of 'run' failed: the wire is cut" in caplog.messages, "a keep-alive fails")
+        backend.cut = False
+    beats = len(nodes.states)
+    until(lambda: len(nodes.states) > beats, "there is another one")
+    assert handler.num_nodes_waiting() == 0
+
+
+def test_who_was_thought_dead_while_it_waited_comes_again(
+    nodes: Nodes, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
+) -> None:
+    asleep, other, third = (nodes.make(3, 3, keep_alive_max_attempt=5) for _ in range(3))
+    waiting = [pool.submit(asleep.next_rendezvous)]
+    until(other.num_nodes_waiting, "one waits")
+    asleep._host.stop()
+    waiting.append(pool.submit(other.next_rendezvous))
+    until(lambda: any("its keep-alive stood still" in said for said in caplog.messages), "it is told to be dead")
+    assert sorted(ranks([*meet(third), *(future.result(AMPLE_S) for future in waiting)])) == [0, 1, 2]
+
+
+def test_a_counter_that_stands_still_for_the_grace_is_dead() -> None:
+    felt = Felt()
+    assert felt.still({"a": 1, "b": 1}, 0.0, 15.0) == []
+    assert felt.still({"a": 2, "b": 1}, 10.0, 15.0) == []
+    assert felt.still({"a": 2, "b": 1}, 15.0, 15.0) == ["b"]
+    assert felt.still({"a": 2}, 25.0, 15.0) == ["a"]
+    assert felt.still({"a": 2, "b": 1}, 26.0, 15.0) == ["a"], "who was gone has its time again"
+
+
+def test_after_an_outage_everybody_has_time_again() -> None:
+    felt = Felt(gap_s=10.0)
+    assert felt.still({"a": 1}, 0.0, 15.0) == []
+    assert felt.still({"a": 1}, 10.0, 15.0) == []
+    assert felt.still({"a": 1}, 100.0, 15.0) == [], "nobody could look, and perhaps nobody could move"
+    assert felt.still({"a": 1}, 110.0, 15.0) == []
+    assert felt.still({"a": 1}, 115.0, 15.0) == ["a"]
+
+
+def test_looks_are_seldom_while_nobody_comes_and_when_the_last_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host.random, "uniform", lambda *_: 1.0)
+    pace, now = host.Pace(), 0.0
+    pauses = []
+    for _ in range(20):
+        now += 1.0
+        pauses.append(pace.next_s(60, now))
+    assert pauses == sorted(pauses) and pauses[0] < 0.02 and pauses[-1] == 1.0
+    assert pace.next_s(40, now + 0.1) == pytest.approx(0.2), "20 came in 0.1 s, and 40 are missing"
+    assert pace.next_s(20, now + 0.2) == pytest.approx(0.1)
+    assert pace.next_s(20, now + 0.3) == pytest.approx(0.15)
+
+
+# What is not well
+
+
+class Bomb:
+    """What must never be unpickled: it would make a folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def __reduce__(self) -> Any:
+        return os.mkdir, (str(self.folder),)
+
+
+@pytest.mark.parametrize(
+    "blob", [b"", b"{}", b"null", b"[1, 2]", b'["rallypoint.rendezvous", 1]', b"\xff\xfe", b"[" * 9]
+)
+def test_a_state_that_is_not_ours_is_refused(nodes: Nodes, blob: bytes) -> None:
+    nodes.states.append(blob)
+    handler = nodes.make(1, 1)
+    for call in (handler.next_rendezvous, handler.is_closed, handler.num_nodes_waiting, handler.set_closed):
+        with pytest.raises(RendezvousStateError, match=r"the state of the rendezvous 'run' .* is not rallypoint's"):
+            call()
+    assert nodes.states == [blob], "and nothing is written over it"
+
+
+def test_a_pickle_is_not_read(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.states.append(pickle.dumps(Bomb(tmp_path / "exploded")))
+    with pytest.raises(RendezvousStateError, match="All nodes of a run must use the same handler"):
+        nodes.make(1, 1).next_rendezvous()
+    assert not (tmp_path / "exploded").exists()
+    pickle.loads(nodes.states[-1])
+    assert (tmp_path / "exploded").exists(), "it would have"
+
+
+@pytest.mark.needs("torch")
+def test_a_run_of_torchs_own_handler_is_told_from_ours(nodes: Nodes) -> None:
+    from torch.distributed import HashStore as Torchs
+    from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Theirs
+
+    store = Torchs()
+    theirs = Theirs.from_backend("run", store, C10dRendezvousBackend(store, "run"), 1, 1, HOST)
+    theirs.next_rendezvous()
+    with pytest.raises(RendezvousStateError, match="it is a pickle, as PyTorch's own handler writes"):
+        nodes.make(1, 1, store=store, backend=C10dRendezvousBackend(store, "run")).next_rendezvous()
+    assert theirs.shutdown()
+
+
+def test_a_lost_connection(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    with Server() as server:
+        store = TCPStore(HOST, server.port, timeout=2.0)
+        handler = nodes.make(2, 2, store=store, backend=C10dRendezvousBackend(store, "run"))
+        waiting = pool.submit(handler.next_rendezvous)
+        until(lambda: handler._host._timer, "it has begun")
+    with pytest.raises(RendezvousConnectionError):
+        waiting.result(AMPLE_S)
+    for call in (handler.is_closed, handler.set_closed, handler.num_nodes_waiting):
+        with pytest.raises(RendezvousConnectionError):
+            call()
+
+
+def test_leaving_over_a_lost_connection_does_not_raise(nodes: Nodes) -> None:
+    backend = Memory(nodes.states)
+    handler = nodes.make(1, 1, backend=backend)
+    handler.next_rendezvous()
+    backend.cut = True
+    assert handler.shutdown() is False
+
+
+def test_a_state_that_is_deleted_begins_anew(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    first, second = (nodes.make(2, 2, backend=C10dRendezvousBackend(nodes.store, "run")) for _ in range(2))
+    waiting = pool.submit(first.next_rendezvous)
+    until(second.num_nodes_waiting, "one waits")
+    nodes.store.delete_key("torch.rendezvous.run")
+    C10dRendezvousBackend(nodes.store, "run")
+    assert sorted(ranks([*meet(second), waiting.result(AMPLE_S)])) == [0, 1]
+
+
+def test_nodes_that_do_not_agree_are_refused(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+    first = nodes.make(2, 2)
+    waiting = pool.submit(first.next_rendezvous)
+    odd = nodes.make(2, 3)
+    until(odd.num_nodes_waiting, "one waits")
+    with pytest.raises(RendezvousError, match="max_nodes"):
+        odd.next_rendezvous()
+    meet(nodes.make(2, 2))
+    assert waiting.result(AMPLE_S).world_size == 2
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"run_id": ""}, "run id"),
+        ({"min_nodes": 0}, "min_nodes"),
+        ({"max_nodes": 0}, "max_nodes"),
+        ({"max_nodes": 10**6}, "max_nodes"),
+        ({"keep_alive_interval": 0}, "keep_alive_interval"),
+        ({"keep_alive_max_attempt": 0}, "keep_alive_max_attempt"),
+    ],
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, Any], words: str) -> None:
+    given = {"run_id": "run", "store": HashStore(), "backend": Memory([]), "min_nodes": 1, "max_nodes": 1}
+    with pytest.raises(ValueError, match=words):
+        DynamicRendezvousHandler.from_backend(**{**given, **wrong})
+
+
+def parameters(endpoint: str, least: int = 1, most: int = 1, **options: Any) -> RendezvousParameters:
+    return RendezvousParameters("c10d", endpoint, "run", least, most, HOST, **options)
+
+
+def test_options_become_settings() -> None:
+    options = {"join_timeout": "7", "last_call_timeout": 8, "close_timeout": 9, "heartbeat_timeout": 10}
+    params = parameters("", **options, keep_alive_interval="11", keep_alive_max_attempt=12)
+    settings = create_handler(HashStore(), Memory([]), params).settings
+    timeout = settings.timeout
+    times = (timeout.join, timeout.last_call, timeout.close, timeout.heartbeat, settings.keep_alive_interval)
+    assert times == tuple(timedelta(seconds=seconds) for seconds in (7, 8, 9, 10, 11))
+    assert settings.keep_alive_max_attempt == 12
+    with pytest.raises(ValueError, match="join timeout must be positive"):
+        create_handler(HashStore(), Memory([]), parameters("", join_timeout=0))
+    with pytest.raises(TypeError, match="keep_alive_interval"):
+        create_handler(HashStore(), Memory([]), parameters("", keep_alive_interval=None))
+
+
+# Where workers start
+
+
+def test_workers_of_every_round_find_a_store_of_their_own(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(UNSHARED)
+    handlers = [nodes.make(2, 2) for _ in range(2)]
+    assert all(handler.use_agent_store for handler in handlers)
+    places = []
+    for _ in range(2):
+        infos = meet(*handlers)
+        starts = {(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in infos}
+        ((address, port),) = starts
+        with TCPStore(address, port) as worker, TCPStore(address, port) as other:
+            worker.set("k", "v")
+            assert other.get("k") == b"v" and worker.add("came", 1) == 1, "nobody finds the keys of the round before"
+        places.append(port)
+    assert places[0] != places[1]
+    monkeypatch.setenv(UNSHARED, "1")
+    assert not handlers[0].use_agent_store
+
+
+def test_rank_0_that_is_gone_before_it_says_where_is_not_waited_for(
+    nodes: Nodes, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv(UNSHARED)
+    monkeypatch.setattr(start, "SLICE_S", 0.01)
+    handlers = [nodes.make(1, 2, last_call_s=AMPLE_S) for _ in range(2)]
+    fails, tried = threading.Lock(), threading.Event()
+
+    def fail(open_door: Callable[[int], int], scope: int) -> int:
+        if fails.acquire(blocking=False):
+            tried.set()
+            raise RendezvousError("the server does not start")
+        return open_door(scope)
+
+    for handler in handlers:
+        keeper = handler._doorkeeper
+        monkeypatch.setattr(keeper, "open", functools.partial(fail, keeper.open))
+    waiting = [pool.submit(handler.next_rendezvous) for handler in handlers]
+    assert tried.wait(AMPLE_S)
+    until(lambda: any(future.done() for future in waiting), "one has failed")
+    failed = [future.done() for future in waiting].index(True)
+    with pytest.raises(RendezvousError, match="the server does not start"):
+        waiting[failed].result()
+    handlers[failed].shutdown()
+    info = waiting[1 - failed].result(AMPLE_S)
+    assert (info.rank, info.world_size) == (0, 1)
+
+
+# As torchrun uses it
+
+
+def test_the_registry_makes_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(UNSHARED, "1")
+    endpoint = f"{HOST}:{net.free_port(HOST)}"
+    handlers = [get_rendezvous_handler(parameters(endpoint, 2, 2)) for _ in range(2)]
+    assert all(isinstance(handler, DynamicRendezvousHandler) for handler in handlers)
+    assert handlers[0].get_backend() == "c10d"
+    infos = meet(*handlers)
+    assert sorted(ranks(infos)) == [0, 1] and isinstance(infos[0].store, PrefixStore)
+    assert [handler.shutdown() for handler in handlers] == [True, True]
+    for handler in handlers:
+        handler._store.close()
+
+
+@pytest.mark.needs("torch")
+def test_torchs_agents_launch_workers_with_it() -> None:
+    """Two agents with a worker each, which add up their ranks by gloo; whoever hangs is killed by its pid."""
+    program, endpoint = Path(__file__).with_name("agent.py"), f"{HOST}:{net.free_port(HOST)}"
+    command = [sys.executable, str(program), endpoint]
+    agents = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
+        for _ in range(2)
+    ]
+    try:
+        said = [agent.communicate(timeout=2 * AMPLE_S) for agent in agents]
+    finally:
+        for agent in agents:
+            if agent.poll() is None:
+                os.killpg(agent.pid, 9)
+                agent.wait()
+    assert [agent.returncode for agent in agents] == [0, 0], said
+    results = [json.loads(output.splitlines()[-1]) for output, _ in said]
+    assert sorted(result["0" if "0" in result else "1"] for result in results) == [[0, 2, 3], [1, 2, 3]]
