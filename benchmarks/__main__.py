@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks import barrier, client, connect, meeting, orientation, rendezvous, startup, throughput
+from benchmarks import barrier, client, connect, meeting, orientation, recovery, rendezvous, startup, throughput
 from benchmarks.rig import CORES, Missing, pin, say
 from benchmarks.table import table
 
@@ -24,6 +24,7 @@ SUBJECTS = {
     "meeting": meeting,
     "rendezvous": rendezvous,
     "orientation": orientation,
+    "recovery": recovery,
     "startup": startup,
 }
 RESULTS = Path(__file__).with_name("results.md")

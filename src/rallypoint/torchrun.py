@@ -9,14 +9,15 @@ all. Here it is leaving: other nodes go on, and form another round. It closes th
 have passed torchrun's exit barrier, which they do when their workers have succeeded.
 
 torchrun asks `num_nodes_waiting` at every look at its workers. A round that is over, because a node was lost, left or
-waits, counts as one: then the agent stops its workers and comes again.
+waits, counts as one: then the agent stops its workers and comes again. One whose workers have finished waits at the
+exit barrier instead, five minutes for agents that may be dead: here it waits while its round stands (`RoundStore`).
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -33,14 +34,16 @@ from torch.distributed.elastic.rendezvous import (
 
 from rallypoint import net
 from rallypoint.core.machine import Waiting
-from rallypoint.deadline import Deadline
+from rallypoint.deadline import Deadline, Timeout
 from rallypoint.elastic import home
 from rallypoint.elastic.rendezvous import Rendezvous, Round
-from rallypoint.errors import MembersMissing, NameTaken, NetworkError, RallypointError, RunClosed
+from rallypoint.elastic.watch import Change
+from rallypoint.errors import MembersMissing, NameTaken, NetworkError, RallypointError, RunClosed, StoreTimeout
 from rallypoint.server.settings import DEFAULT_PORT
+from rallypoint.store.base import Store
 from rallypoint.torch import TorchStore
 
-__all__ = ["TorchrunHandler", "create_handler", "handler"]
+__all__ = ["RoundStore", "TorchrunHandler", "create_handler", "handler"]
 
 log = logging.getLogger("rallypoint.torchrun")
 
@@ -68,6 +71,8 @@ RETURN_S = 10.0
 """How long a node waits for its own name: one that was killed and is started again may be back before it is missed."""
 
 PAUSE_S = 0.2
+LOOK_S = 0.5
+"""How often one who waits looks whether the round is over."""
 
 EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
 """The key that the last of a round's agents sets when all have come to torchrun's exit barrier."""
@@ -81,6 +86,27 @@ def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
 def create_handler(params: RendezvousParameters) -> TorchrunHandler:
     """Make the handler of one agent."""
     return TorchrunHandler(params)
+
+
+class RoundStore(TorchStore):
+    """The agents' store of a round, in which nobody waits for long once that is over."""
+
+    def __init__(self, store: Store, change: Change) -> None:
+        super().__init__(store)
+        self._change = change
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Return when all of the keys exist at once; give up when the round is over."""
+        deadline = Deadline(self._within(timeout))
+        while True:
+            over = self._change.is_set()
+            try:
+                return super().wait(keys, min(deadline.remaining(), LOOK_S))
+            except StoreTimeout as error:
+                if over:
+                    log.warning("no longer waiting for the other agents: %s", self._change.reason)
+                if over or deadline.expired():
+                    raise error from None
 
 
 class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
@@ -131,7 +157,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         except RallypointError as error:
             raise RendezvousError(str(error)) from error
         log.info("%r: %s", found, found.reason)
-        store: Any = TorchStore(found.store)
+        store: Any = RoundStore(found.store, self._rendezvous.changed)
         store.set_timeout(timedelta(seconds=self._read_s))
         info = RendezvousStoreInfo(self._endpoint.host, door)
         return RendezvousInfo(store, found.rank, found.world_size, info)
@@ -174,17 +200,24 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         while True:
             found = self._round = self._join()
             self._joined = True
-            door = home.open_door(*self._endpoint, self._run_id, found.scope, self._read_s)
-            if door is not None:
-                return found, door
-            log.warning("%r was over before this node could begin", found)
+            try:
+                return found, home.open_door(*self._endpoint, self._run_id, found.scope, self._read_s)
+            except home.RoundOver as error:
+                log.warning("%r was over before this node could begin: %s", found, error)
 
     def _join(self) -> Round:
-        """Join. An agent that comes when the run is closed begins a new one if everybody of the last is gone."""
+        """Join, and end where the run does: well, if that ended well."""
+        if not self._joined:
+            self._begin_anew()
         patience: Deadline | None = None
         while True:
             try:
                 return self._rendezvous.join(self._join_s)
+            except RunClosed as closed:
+                if closed.result != SUCCEEDED:
+                    raise RendezvousClosedError(str(closed)) from closed
+                log.warning("this node was not needed: %s", closed)
+                raise SystemExit(0) from None  # torch's agent would fail over its own error for this
             except NameTaken as taken:
                 if self._joined or (patience is not None and patience.expired()):
                     raise
@@ -192,25 +225,22 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
                     log.warning("this node waits up to %g s for its name: %s", RETURN_S, taken)
                 patience = patience or Deadline(RETURN_S)
                 time.sleep(PAUSE_S)
-            except RunClosed as closed:
-                self._face(closed)
 
-    def _face(self, closed: RunClosed) -> None:
-        """Return if there is, or now is, another run for this node; else end it, well where the run ended well."""
+    def _begin_anew(self) -> None:
+        """Begin a new run where the last one is over and everybody has left it.
+
+        This is asked on coming, not when the run is found closed: a spare that has waited for the end is told of it,
+        and may be the last one here by then.
+        """
         status = self._rendezvous.status()
-        if not self._joined and (status.phase != "closed" or not status.nodes):
-            self._rendezvous.open()  # or somebody else has
-        elif closed.result == SUCCEEDED:
-            log.warning("this node was not needed: %s", closed)
-            raise SystemExit(0)  # torch's agent would fail over its own error for this
-        else:
-            raise RendezvousClosedError(str(closed)) from closed
+        if status.phase == "closed" and not status.nodes:
+            self._rendezvous.open()  # or somebody else has by now
 
     def _close_door(self) -> None:
         """Close the door of the last round, where nobody is left who could use it."""
         status = self._rendezvous.status()
         if self._round is not None and not status.nodes and not status.waiting:
-            home.close_door(*self._endpoint, self._run_id, self._round.scope, self._read_s)
+            home.close_door(*self._endpoint, self._run_id, self._read_s, self._round.scope)
 
 
 def _say(waiting: Waiting) -> None:

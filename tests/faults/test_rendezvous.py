@@ -124,3 +124,15 @@ def test_two_of_eight_are_killed_and_three_come(nodes: Nodes) -> None:
     assert all(nine[name] == six[name] for name in six)
     nodes.close()
     assert all(lines[-1][:2] == ["closed", "done"] for name, lines in nodes.said.items() if name in nodes.children)
+
+
+def test_a_lone_node_that_was_killed_comes_back_under_its_name(nodes: Nodes) -> None:
+    for name in ("a", "b", "c", "d"):
+        nodes.start(name)
+    before = nodes.in_one_round()
+    for name in "abcd":
+        nodes.kill(name)
+    for name in "abcd":
+        nodes.start(name)
+    assert nodes.in_one_round() == before, "ranks are kept by name"
+    nodes.close()

@@ -20,13 +20,17 @@ from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
 from rallypoint.store import master
 from rallypoint.store.tcp import TCPStore
 
-__all__ = ["close_door", "find_or_start", "is_loopback", "open_door"]
+__all__ = ["RoundOver", "close_door", "find_or_start", "is_loopback", "open_door"]
 
 OUTLIVE_S = 10.0
 """How long a server that we started lives with nobody connected."""
 
 ATTEMPT_S = 10.0
 """How long a server that was there a moment ago may take to let us in, before another is started."""
+
+
+class RoundOver(MeetingError):
+    """The door of a later round is open."""
 
 
 def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float) -> TCPStore:
@@ -41,7 +45,7 @@ def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float
             server = master.serve(hosts, port, True, None, deadline, OUTLIVE_S)
             port = port if server is None else server.port
         try:
-            within_s = min(ATTEMPT_S, deadline.remaining()) if hosts else deadline.remaining()
+            within_s = min(ATTEMPT_S, deadline.remaining()) if hosts else timeout_s
             store = TCPStore(endpoint.host, port, timeout=within_s, wait_for_workers=False)
         except ConnectFailed:  # the one that was found may have been just ending
             if not hosts or deadline.expired():
@@ -56,14 +60,13 @@ def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float
         return store
 
 
-def open_door(host: str, port: int, run: str, scope: int, timeout_s: float) -> int | None:
-    """Return the port of a store of its own for a round of a run; None where a later round has one."""
-    facts = _ask(host, port, "PUT", _path(run, scope), timeout_s)
-    return None if facts is None else int(facts["port"])
+def open_door(host: str, port: int, run: str, scope: int, timeout_s: float) -> int:
+    """Return the port of a store of its own for a round of a run; raise RoundOver where a later round has one."""
+    return int(_ask(host, port, "PUT", _path(run, scope), timeout_s)["port"])
 
 
-def close_door(host: str, port: int, run: str, scope: int, timeout_s: float) -> None:
-    """Close a run's door, if it is not that of a later round; what was stored behind it is gone."""
+def close_door(host: str, port: int, run: str, timeout_s: float, scope: int | None = None) -> None:
+    """Close a run's door, with `scope` only if it is not that of a later round; what was stored behind it is gone."""
     _ask(host, port, "DELETE", _path(run, scope), timeout_s)
 
 
@@ -105,12 +108,11 @@ def _addresses(host: str) -> set[str]:
         return set()  # a name of ours that nobody resolves: others cannot either, and are told so
 
 
-def _path(run: str, scope: int) -> str:
-    return f"/doors/{urllib.parse.quote(run, safe='')}/{scope}"
+def _path(run: str, scope: int | None) -> str:
+    return f"/doors/{urllib.parse.quote(run, safe='')}" + ("" if scope is None else f"/{scope}")
 
 
-def _ask(host: str, port: int, method: str, path: str, timeout_s: float) -> dict[str, Any] | None:
-    """Ask the server; return what it answers, None where that is that it is too late."""
+def _ask(host: str, port: int, method: str, path: str, timeout_s: float) -> dict[str, Any]:
     connection = HTTPConnection(host, port, timeout=timeout_s)
     try:
         connection.request(method, path)
@@ -121,10 +123,9 @@ def _ask(host: str, port: int, method: str, path: str, timeout_s: float) -> dict
         raise ConnectionLost(peer=peer, operation=f"{method} {path}", why=str(error)) from error
     finally:
         connection.close()
-    if answer.status == HTTPStatus.CONFLICT:
-        return None
     if answer.status != HTTPStatus.OK:
         why = body.decode(errors="replace").strip()
-        raise MeetingError(f"the server at {net.Endpoint(host, port)} refused {method} {path}: {why}")
+        kind = RoundOver if answer.status == HTTPStatus.CONFLICT else MeetingError
+        raise kind(f"the server at {net.Endpoint(host, port)} refused {method} {path}: {why}")
     facts: dict[str, Any] = json.loads(body)
     return facts

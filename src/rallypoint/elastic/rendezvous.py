@@ -12,6 +12,7 @@ import hashlib
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from rallypoint.core import rendezvous
 from rallypoint.core.gathering import Limits
 from rallypoint.core.machine import MAX_MEMBERS, MAX_NAME, Done
 from rallypoint.core.rendezvous import MAX_TEXT
-from rallypoint.deadline import Timeout, seconds
+from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.elastic.home import is_loopback
 from rallypoint.elastic.watch import Change, Watch
 from rallypoint.errors import NameTaken, Unsupported
@@ -32,6 +33,9 @@ __all__ = ["Node", "Rendezvous", "Round", "Status"]
 
 JOIN_S = 600.0
 LAST_CALL_S = 5.0
+TAKEN_S, AGAIN_S = 3.0, 0.1
+"""How long a node whose name is taken tries again, and how often: it may have died and come back within its grace."""
+
 TWINS = 1000
 """How many nodes of one machine get names of their own."""
 
@@ -141,6 +145,7 @@ class Rendezvous(Recipe):
         """
         self._stop_watching()
         deadline = self._object.deadline(JOIN_S if timeout is None else timeout)
+        taken = Deadline(TAKEN_S)
         twin = 1
         base = self.node
         while True:
@@ -148,6 +153,9 @@ class Rendezvous(Recipe):
                 call, told = self._object.perform(self.node, self._join, rendezvous.Withdraw, deadline, self._progress)
                 break
             except NameTaken:
+                if self._named and not taken.expired():
+                    time.sleep(AGAIN_S)
+                    continue
                 twin += 1
                 if self._named or twin > TWINS:
                     raise
@@ -171,14 +179,17 @@ class Rendezvous(Recipe):
                 self._watch = Watch(self._object, self.node, self._round.scope, Change(self._on_change))
             return self._watch.change
 
-    def leave(self) -> None:
-        """Leave the round, or the wait for one; the run goes on without this node."""
+    def leave(self) -> bool:
+        """Leave the round, or the wait for one; the run goes on without this node. Say whether it was the last."""
         self._stop_watching()
+        last = False
         if self._call:
             outcome = self._object.act(self.node, self._object.next_call(), rendezvous.Leave(self._call), 0.0)
-            if isinstance(outcome, Done) and outcome.answer == 0 and self._round is not None:
+            last = isinstance(outcome, Done) and outcome.answer == 0
+            if last and self._round is not None:
                 self._drop(self._round.scope)
         self._call, self._round = 0, None
+        return last
 
     def close(self, result: str, reason: str = "") -> bool:
         """End the run with its result, for everybody; say whether it was still open."""

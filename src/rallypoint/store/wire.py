@@ -26,9 +26,10 @@ import contextlib
 import copy
 import os
 import socket
+import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rallypoint import net
@@ -335,8 +336,8 @@ class Wire:
                 self._sender.release()
         self._end(StoreClosed(store=self.label))
 
-    def __del__(self) -> None:
-        if "_ear" in self.__dict__ and self._over is None:
+    def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not at_the_end() and "_ear" in self.__dict__ and self._over is None:
             self.close()
 
     # Waiting and reading

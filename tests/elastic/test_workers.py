@@ -1,0 +1,376 @@
+"""Workers as processes: started, seen to end, signalled with their children, and gone when their agent is."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.wire import AMPLE_S, read_line, script, until, wait_for_end
+
+from rallypoint.elastic import warden as wardens
+from rallypoint.elastic.warden import MARK, Warden
+from rallypoint.elastic.workers import Worker, WorkerUnstartable, describe_exit, exit_code_of
+
+SLEEP = ["sleep", "1000"]
+
+
+@pytest.fixture
+def warden() -> Iterator[Warden]:
+    made = Warden()
+    yield made
+    made.close()
+
+
+@pytest.fixture(params=["pidfd", "thread"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both ways in which an exit is seen."""
+    if request.param == "thread":
+        monkeypatch.delattr(os, "pidfd_open")
+
+
+class Run:
+    """A worker that has started, what it prints, and its end."""
+
+    def __init__(self, *command: str, warden: Warden | None = None, **environment: str) -> None:
+        reader, writer = os.pipe()
+        self.worker = Worker(command, {**os.environ, **environment}, "node:0", writer, None, warden)
+        try:
+            self.worker.start()
+        finally:
+            os.close(writer)
+            self.out = os.fdopen(reader, "rb", buffering=0)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self.worker.close()
+        self.out.close()
+
+    def line(self) -> str:
+        assert select.select([self.out], [], [], AMPLE_S)[0], "it says nothing"
+        return self.out.readline().decode().strip()
+
+    def end(self) -> int:
+        """Wait for the end by the descriptor, as an agent does."""
+        assert select.select([self.worker.fileno()], [], [], AMPLE_S)[0], "it lives on"
+        code = self.worker.poll()
+        assert code is not None, "the descriptor said that it had ended"
+        return code
+
+
+def gone(pid: int) -> bool:
+    """Say whether a process has ended, reaped by whoever has it or not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+# Start and end
+
+
+@pytest.mark.parametrize(
+    ("command", "code"), [("exit 0", 0), ("exit 3", 3), ("kill -KILL $$", -9), ("kill -TERM $$", -15)]
+)
+@pytest.mark.usefixtures("way")
+def test_an_end_is_seen_by_its_descriptor(command: str, code: int) -> None:
+    with Run("sh", "-c", command) as run:
+        assert run.end() == code
+        assert run.worker.poll() == code
+        assert run.worker.uptime_s == run.worker.uptime_s > 0
+
+
+@pytest.mark.usefixtures("way")
+def test_a_worker_runs_until_it_is_killed() -> None:
+    with Run(*SLEEP) as run:
+        assert run.worker.poll() is None
+        assert not select.select([run.worker.fileno()], [], [], 0)[0]
+        first = run.worker.uptime_s
+        assert run.worker.uptime_s > first >= 0
+        run.worker.kill()
+        assert run.end() == -signal.SIGKILL
+
+
+def test_it_gets_the_environment_it_is_given_and_no_more() -> None:
+    reader, writer = os.pipe()
+    worker = Worker([sys.executable, "-c", "import os; print(*os.environ)"], {"ONLY": "1"}, "node:0", writer)
+    worker.start()
+    os.close(writer)
+    with open(reader, "rb") as out:
+        names = set(out.read().decode().split()) - {"LC_CTYPE"}  # Python's own
+    worker.close()
+    assert names == {"ONLY"}
+
+
+def test_it_leads_a_session_and_reads_nothing() -> None:
+    with Run("sh", "-c", "cat; echo $$; ps -o sid= -p $$") as run:
+        assert [run.line(), run.line()] == [str(run.worker.pid)] * 2
+
+
+def test_a_dead_leader_keeps_its_number_until_it_is_closed() -> None:
+    with Run("true") as run:
+        assert run.end() == 0
+        pid = run.worker.pid
+        os.kill(pid, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+@pytest.mark.usefixtures("way")
+def test_close_leaves_no_descriptor_and_may_be_repeated() -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    with Run(*SLEEP) as run:
+        thread = [thread for thread in threading.enumerate() if thread.name == f"exit of {run.worker.pid}"]
+    for each in thread:
+        each.join(AMPLE_S)
+    assert run.worker.close()
+    run.worker.signal(signal.SIGTERM)  # to nobody
+    assert run.worker.poll() == -signal.SIGKILL
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_what_was_not_started_says_so() -> None:
+    worker = Worker(["true"], {}, "node:3")
+    assert worker.close()
+    for ask in (worker.poll, worker.fileno, worker.kill, lambda: worker.pid, lambda: worker.uptime_s):
+        with pytest.raises(ValueError, match="node:3 has not been started"):
+            ask()
+
+
+def test_a_worker_starts_once() -> None:
+    with Run("true") as run, pytest.raises(ValueError, match="started already"):
+        run.worker.start()
+
+
+def test_how_it_ended_is_known_where_children_were_ignored() -> None:
+    previous = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        with Run("sh", "-c", "exit 7") as run:
+            assert run.end() == 7
+    finally:
+        signal.signal(signal.SIGCHLD, previous)
+
+
+# What cannot be started
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    (tmp_path / "plain").write_text("#!/bin/sh\n")
+    for name, text in (("odd", "#!/no/such/shell\n"), ("noise", "\x01\x02\x03")):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("command", "why"),
+    [
+        (["no-such-program-here", "x"], "No such file"),
+        (["{}/missing"], "No such file"),
+        (["{}/plain"], "Permission denied"),
+        (["{}"], "Permission denied"),
+        (["{}/odd"], "No such file"),
+        (["{}/noise"], "Exec format error"),
+        (["true", "a\0b"], "null byte"),
+        ([], "it is empty"),
+    ],
+)
+def test_what_cannot_be_started_is_an_error_of_its_own(place: Path, command: list[str], why: str) -> None:
+    command = [word.replace("{}", str(place)) for word in command]
+    worker = Worker(command, dict(os.environ), "node:0")
+    with pytest.raises(WorkerUnstartable) as caught:
+        worker.start()
+    error = caught.value
+    assert why in error.why and error.why in str(error)
+    assert error.command == tuple(command)
+    twin = pickle.loads(pickle.dumps(error))
+    assert (str(twin), vars(twin)) == (str(error), vars(error))
+    assert worker.close()
+
+
+def test_a_script_with_an_interpreter_starts(place: Path) -> None:
+    (place / "plain").chmod(0o755)
+    with Run(str(place / "plain")) as run:
+        assert run.end() == 0
+
+
+# Words
+
+
+@pytest.mark.parametrize(
+    ("code", "words", "passed_on"),
+    [
+        (0, "exit code 0", 0),
+        (1, "exit code 1", 1),
+        (-9, "killed by SIGKILL (9)", 137),
+        (-15, "killed by SIGTERM (15)", 143),
+        (-99, "killed by signal 99", 227),
+    ],
+)
+def test_an_end_in_words(code: int, words: str, passed_on: int) -> None:
+    assert (describe_exit(code), exit_code_of(code)) == (words, passed_on)
+
+
+# The group
+
+
+def test_a_signal_reaches_the_children_too() -> None:
+    with Run("sh", "-c", "sleep 1000 & echo $!; wait") as run:
+        child = int(run.line())
+        run.worker.signal(signal.SIGTERM)
+        assert run.end() == -signal.SIGTERM
+        until(lambda: gone(child), bool)
+
+
+def test_a_child_that_outlives_its_worker_ends_with_close() -> None:
+    with Run("sh", "-c", "sleep 1000 & echo $!") as run:
+        child = int(run.line())
+        assert run.end() == 0
+        assert not gone(child)
+    until(lambda: gone(child), bool)
+
+
+# When the agent is gone
+
+AGENT = """
+import os, sys, time
+from rallypoint.elastic import warden as wardens
+from rallypoint.elastic.warden import Warden
+from rallypoint.elastic.workers import Worker
+with_warden, bound, tell, command = sys.argv[1] == "1", sys.argv[2] == "1", sys.argv[3] == "1", sys.argv[4]
+if not bound:
+    wardens._binder = lambda: ""
+warden = Warden() if with_warden else None
+if not tell:
+    warden.started = lambda group: None
+worker = Worker(["sh", "-c", command], os.environ, "node:0", 1, 2, warden)
+worker.start()
+print(worker.pid, warden.pid if warden else 0, flush=True)
+time.sleep(1000)
+"""
+WITH_CHILDREN = "sleep 1000 & sleep 1000 & jobs -p; wait"
+
+
+def agent_killed(command: str, children: int, **how: bool) -> tuple[list[int], int]:
+    """Start an agent with a worker, kill it, and return the pids of the worker and its children, and the warden's."""
+    flags = [int(how.get(name, True)) for name in ("warden", "bound", "tell")]
+    with script(AGENT, *flags, command) as agent:
+        lines = [read_line(agent) for _ in range(1 + children)]
+        (told,) = [line for line in lines if " " in line]
+        worker, warden = map(int, told.split())
+        pids = [worker, *(int(line) for line in lines if line != told)]
+        assert not any(map(gone, pids))
+        agent.kill()
+        agent.wait(AMPLE_S)
+    return pids, warden
+
+
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_worker_and_its_children_die_with_a_killed_agent(bound: bool) -> None:
+    pids, warden = agent_killed(WITH_CHILDREN, 2, bound=bound)
+    for pid in [*pids, warden]:
+        wait_for_end(pid)
+
+
+def test_a_worker_whom_the_warden_was_not_told_of_dies_too() -> None:
+    pids, warden = agent_killed("sleep 1000", 0, bound=False, tell=False)
+    for pid in [*pids, warden]:
+        wait_for_end(pid)
+
+
+def test_a_worker_without_a_warden_dies_too_where_the_kernel_can_be_armed() -> None:
+    (worker,), _ = agent_killed("exec sleep 1000", 0, warden=False)
+    if not wardens._binder():
+        os.kill(worker, signal.SIGKILL)
+    wait_for_end(worker)
+
+
+ANSWERS = """
+import signal
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+print("up", flush=True)
+signal.sigwait([signal.SIGUSR1])
+print("still here", flush=True)
+"""
+
+
+def test_a_worker_survives_the_thread_that_started_it() -> None:
+    made: list[Run] = []
+
+    def start() -> None:
+        made.append(Run(sys.executable, "-c", ANSWERS))
+        assert made[0].line() == "up"
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    thread.join(AMPLE_S)
+    with made[0] as run:
+        until(lambda: os.path.exists(f"/proc/self/task/{thread.native_id}"), lambda there: not there)
+        run.worker.signal(signal.SIGUSR1)
+        assert run.line() == "still here"
+
+
+# The warden
+
+
+def test_a_warden_holds_nothing_of_its_agent(warden: Warden) -> None:
+    places = {os.readlink(f"/proc/{warden.pid}/fd/{n}") for n in os.listdir(f"/proc/{warden.pid}/fd")}
+    assert {place.partition(":")[0] for place in places} <= {"/dev/null", "pipe"}
+    assert os.getsid(warden.pid) == warden.pid
+    assert os.readlink(f"/proc/{warden.pid}/cwd") == "/"
+
+
+def test_a_warden_that_is_dismissed_ends_and_kills_nobody() -> None:
+    warden = Warden()
+    with Run(*SLEEP, warden=warden) as run:
+        warden.close()
+        warden.close()
+        assert gone(warden.pid)
+        assert run.worker.poll() is None
+
+
+def test_a_worker_has_the_mark_of_its_warden(warden: Warden) -> None:
+    with Run("sh", "-c", f"echo ${MARK}", warden=warden) as run:
+        assert run.line() == warden.mark
+
+
+def test_a_warden_forgets_a_group_that_is_closed(warden: Warden) -> None:
+    """A stranger's group could have its number by then: here, one that is told to be gone and is not."""
+    with Run(*SLEEP) as one, Run(*SLEEP) as two, Run(*SLEEP) as three:
+        for run in (one, two, three):
+            warden.started(run.worker.pid)
+        warden.ended(two.worker.pid)
+        warden.ended(two.worker.pid)
+        warden._pipe.close()  # as if this process had ended
+        warden._child.wait(AMPLE_S)
+        assert (one.end(), three.end()) == (-signal.SIGKILL, -signal.SIGKILL)
+        assert two.worker.poll() is None
+
+
+def test_another_takes_the_place_of_a_warden_that_was_killed(warden: Warden) -> None:
+    with Run(*SLEEP) as one, Run(*SLEEP) as two:
+        first = warden.pid
+        warden.started(one.worker.pid)
+        os.kill(first, signal.SIGKILL)
+        wait_for_end(first)
+        warden.started(two.worker.pid)
+        assert warden.pid != first
+        warden._pipe.close()
+        warden._child.wait(AMPLE_S)
+        assert (one.end(), two.end()) == (-signal.SIGKILL, -signal.SIGKILL)
+
+
+def test_only_what_will_run_is_bound() -> None:
+    environment = dict(os.environ)
+    assert wardens.bound([sys.executable, "-V"], environment)[-2:] == [sys.executable, "-V"]
+    for command in (["no-such-program-here"], []):
+        assert wardens.bound(command, environment) == command

@@ -1,0 +1,289 @@
+"""The handler of one agent, called as torchrun calls it: what it says, refuses and leaves, and how it ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.wire import read_line, script, until
+
+import rallypoint
+from rallypoint.elastic import home
+
+from .crew import AMPLE_S
+
+pytestmark = pytest.mark.needs("torch")
+
+DOCS = Path(__file__).resolve().parents[2] / "docs" / "torch.md"
+BARRIER = "torchelastic/agent/terminal_state/last_member"
+Make = Callable[..., Any]
+
+
+@pytest.fixture
+def make(server: rallypoint.Server) -> Iterator[Make]:
+    """Return a function that makes the handler of an agent; `timeout` is what torchrun itself always adds."""
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from rallypoint.torchrun import handler
+
+    made: list[Any] = []
+
+    def make(nodes: str = "1:1", port: int = server.port, **conf: str) -> Any:
+        least, most = map(int, nodes.split(":"))
+        endpoint = f"localhost:{port}"
+        params = RendezvousParameters("rallypoint", endpoint, "run", least, most, "localhost", timeout=900, **conf)
+        made.append(handler()(params))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.shutdown()
+
+
+def together(*handlers: Any) -> list[Any]:
+    """Have agents come at the same time; return what each is told."""
+    told: dict[int, Any] = {}
+
+    def come(number: int) -> None:
+        told[number] = handlers[number].next_rendezvous()
+
+    threads = [threading.Thread(target=come, args=(number,)) for number in range(len(handlers))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(AMPLE_S)
+    return [told[number] for number in range(len(handlers))]
+
+
+def rendezvous(server: rallypoint.Server, nodes: int = 1, **more: Any) -> rallypoint.Rendezvous:
+    store = rallypoint.TCPStore("localhost", server.port, timeout=AMPLE_S)
+    return rallypoint.Rendezvous(store, "run", 1, nodes, **more)
+
+
+# A round
+
+
+def test_a_round_of_two(make: Make, server: rallypoint.Server) -> None:
+    one, two = make("2:2", node="a", rank="1"), make("2:2", node="b")
+    first, second = together(one, two)
+    assert [(info.rank, info.world_size) for info in (first, second)] == [(1, 2), (0, 2)]
+    places = {
+        (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in (first, second)
+    }
+    ((host, port),) = places
+    assert host == "localhost" and port == server.statistics()["doors"]["run"]["port"]
+    first.store.set("k", "v")
+    assert second.store.get("k") == b"v"
+    assert one.use_agent_store and one.get_backend() == "rallypoint" and one.get_run_id() == "run"
+    assert not one.is_closed() and one.num_nodes_waiting() == two.num_nodes_waiting() == 0
+    two.shutdown()
+    assert until(one.num_nodes_waiting, bool) == 1
+    assert not one.is_closed(), "leaving is not closing"
+    assert server.statistics()["doors"], "somebody is left"
+
+
+def test_it_is_over_when_all_have_passed_the_exit_barrier(make: Make, server: rallypoint.Server) -> None:
+    agent = make()
+    agent.next_rendezvous().store.set(BARRIER, "")
+    agent.shutdown()
+    status = rendezvous(server).status()
+    assert (status.phase, status.result) == ("closed", "succeeded")
+    assert server.statistics()["doors"] == {}
+    again = make().next_rendezvous()
+    assert again.rank == 0 and not again.store.check([BARRIER])
+
+
+def test_a_run_is_closed_for_all(make: Make) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousClosedError
+
+    one, two = make("2:2"), make("2:2")
+    together(one, two)
+    one.set_closed()
+    assert one.is_closed() and until(two.num_nodes_waiting, bool)
+    with pytest.raises(RendezvousClosedError, match="closed with the result 'closed': by its agent"):
+        two.next_rendezvous()
+
+
+def test_a_round_that_is_over_before_its_door_is_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    scopes: list[int] = []
+    opened = home.open_door
+
+    def too_late_at_first(host: str, port: int, run: str, scope: int, timeout_s: float) -> int:
+        if not scopes:  # others were faster
+            opened(host, port, run, scope + 1, timeout_s)
+        scopes.append(scope)
+        return opened(host, port, run, scope, timeout_s)
+
+    monkeypatch.setattr(home, "open_door", too_late_at_first)
+    assert make().next_rendezvous().rank == 0
+    assert len(scopes) > 1 and scopes == sorted(set(scopes))
+
+
+def test_an_agent_that_is_done_does_not_wait_for_one_that_is_gone(make: Make, caplog: Any) -> None:
+    from torch.distributed import DistStoreError
+    from torch.distributed.elastic.utils.store import barrier
+
+    one, two = make("2:2", node="a"), make("2:2", node="b")
+    info, _ = together(one, two)
+    two.shutdown()
+    with pytest.raises(DistStoreError):
+        barrier(info.store, 2, "torchelastic/agent/terminal_state", barrier_timeout=10 * AMPLE_S)
+    assert "no longer waiting for the other agents: b (" in caplog.text and "left" in caplog.text
+
+
+def test_agents_that_are_done_pass_the_exit_barrier_together(make: Make) -> None:
+    from torch.distributed.elastic.utils.store import barrier
+
+    one, two = make("2:2"), make("2:2")
+    threads = [
+        threading.Thread(target=barrier, args=(info.store, 2, BARRIER.rpartition("/")[0], AMPLE_S))
+        for info in together(one, two)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(AMPLE_S)
+    one.shutdown()
+    assert two.is_closed()
+
+
+# A run that has ended
+
+
+def test_of_two_who_find_a_closed_run_one_opens_it_and_both_are_in_it(make: Make, server: rallypoint.Server) -> None:
+    rendezvous(server).close("succeeded")
+    agent = make("1:2", last_call_timeout="60")
+    other = rendezvous(server, 2, node="other", last_call=60)
+    status = agent._rendezvous.status
+    found: list[Any] = []
+
+    def before_the_other() -> Any:
+        """Look; and before one can do something about it, the other has opened the run, and waits in it."""
+        seen = status()
+        other.open()
+        thread = threading.Thread(target=lambda: found.append(other.join(AMPLE_S)))
+        thread.start()
+        threads.append(thread)
+        until(status, lambda now: now.waiting)
+        return seen
+
+    threads: list[threading.Thread] = []
+    agent._rendezvous.status = before_the_other
+    assert agent.next_rendezvous().world_size == 2
+    agent._rendezvous.status = status
+    threads[0].join(AMPLE_S)
+    assert found[0].world_size == 2
+    other.leave()
+
+
+def test_who_waits_when_the_run_ends_well_ends_well(make: Make, server: rallypoint.Server) -> None:
+    member = rendezvous(server, node="member", last_call=30)
+    member.join(AMPLE_S)
+    spare, ends = make(), []
+
+    def wait() -> None:
+        try:
+            spare.next_rendezvous()
+        except SystemExit as end:
+            ends.append(end.code)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: member.status().spares, bool)
+    status = spare._rendezvous.status
+    spare._rendezvous.status = lambda: (member.leave(), status())[1]  # whatever it looks at, it is the last one here
+    member.close("succeeded")
+    thread.join(AMPLE_S)
+    assert ends == [0]
+
+
+# Names
+
+NODE = """
+import sys, rallypoint
+store = rallypoint.TCPStore("localhost", int(sys.argv[1]))
+node = rallypoint.Rendezvous(store, "run", 1, node="a", last_call=30)
+print(node.join(60).rank, flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_node_that_was_killed_may_be_back_before_it_is_missed(make: Make, server: rallypoint.Server) -> None:
+    with script(NODE, server.port) as child:
+        assert read_line(child) == "0"
+        child.send_signal(signal.SIGKILL)
+        child.wait(AMPLE_S)
+        assert make(node="a").next_rendezvous().rank == 0
+
+
+def test_a_name_that_stays_taken_is_refused(make: Make, server: rallypoint.Server, monkeypatch: Any) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    from rallypoint import torchrun
+
+    monkeypatch.setattr(torchrun, "RETURN_S", 0.0)
+    with script(NODE, server.port) as child:
+        assert read_line(child) == "0"
+        with pytest.raises(RendezvousError, match=rf"'a'.*:{child.pid}"):
+            make(node="a").next_rendezvous()
+
+
+# Options
+
+
+@pytest.mark.parametrize(
+    ("conf", "words"),
+    [
+        ({"last_cal": "3"}, "no option 'last_cal'.*last_call_timeout"),
+        ({"join_timeout": "-1"}, "join_timeout must be a number, and not negative: '-1'"),
+        ({"read_timeout": "soon"}, "read_timeout must be a number, and not negative: 'soon'"),
+        ({"last_call_timeout": "inf"}, "last_call_timeout must be a number"),
+        ({"rank": "1.5"}, "rank must be a number"),
+        ({"is_host": "perhaps"}, "is_host must be true or false, not 'perhaps'"),
+        ({"node": ""}, "the name of a node"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_refused_by_name(make: Make, conf: dict[str, str], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        make(**conf)
+
+
+def test_options_of_torchs_own_back_end_are_taken(make: Make) -> None:
+    assert make(keep_alive_interval="1", store_type="tcp", is_host="0", read_timeout="7").next_rendezvous().rank == 0
+
+
+def test_who_finds_no_server_gives_up_when_its_own_time_is_over_not_torchruns(make: Make) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    port = rallypoint.net.free_port("localhost")
+    with pytest.raises(RendezvousConnectionError, match=rf"no server at localhost:{port}.* within 0\.1 s"):
+        make(port=port, is_host="false", read_timeout="0.1")
+
+
+def test_who_waits_in_vain_is_told_for_whom(make: Make) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
+
+    with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes: waiting for 1"):
+        make("2:2", join_timeout="0.1").next_rendezvous()
+
+
+def test_the_document_has_every_option() -> None:
+    from rallypoint.torchrun import ACCEPTED, OPTIONS
+
+    text = DOCS.read_text()
+    assert re.findall(r"^\| `(\w+)` \| .* \| .* \|$", text, re.M) == list(OPTIONS)
+    listed = text[text.index("`timeout`, ") : text.index("mean nothing here")]
+    assert re.findall(r"`(\w+)`", listed) == list(ACCEPTED)
+
+
+def test_the_command_of_the_document_is_one() -> None:
+    from torch.distributed.run import config_from_args, parse_args
+
+    (command,) = re.findall(r"```sh\ntorchrun (.*?)```", DOCS.read_text(), re.S)
+    config, _, _ = config_from_args(parse_args(command.replace("--nproc-per-node=8", "").replace("\\\n", "").split()))
+    assert (config.rdzv_backend, config.min_nodes, config.max_nodes) == ("rallypoint", 2, 4)
