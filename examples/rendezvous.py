@@ -16,8 +16,8 @@ with rallypoint.Server(grace=0.5) as server, ThreadPoolExecutor() as pool:
 
     def form(*nodes: rallypoint.Rendezvous) -> None:
         """Let nodes join at the same time, each in a thread, as if on machines of their own."""
-        for node, round in zip(nodes, pool.map(lambda node: node.join(timeout=60), nodes), strict=True):
-            print(f"round {round.number}: {node.node} is rank {round.rank} of {round.world_size}, {round.reason}")
+        for node, now in zip(nodes, pool.map(lambda node: node.join(timeout=60), nodes), strict=True):
+            print(f"round {now.number}: {node.node} is rank {now.rank} of {now.world_size}, {now.reason}")
 
     form(ann, bob)
     stores["bob"].close()  # as the death of bob's process would do

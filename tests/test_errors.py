@@ -31,6 +31,8 @@ from rallypoint.errors import (
     NotAnInteger,
     QueueEmpty,
     RallypointError,
+    RankTaken,
+    RunClosed,
     ServerFailed,
     ServerRestarted,
     SessionLost,
@@ -209,6 +211,24 @@ SAMPLES: list[Sample] = [
         peer="worker2",
         device="cuda:1",
         why="worker2 has no such device",
+    ),
+    sample(
+        RankTaken,
+        ["rendezvous 'run'", "'node-b'", "rank 3", "node-a pid 9"],
+        MeetingError,
+        ValueError,
+        thing="rendezvous 'run'",
+        rank=3,
+        member="node-b",
+        other="node-a (node-a pid 9)",
+    ),
+    sample(
+        RunClosed,
+        ["rendezvous 'run'", "'failed'", "out of memory"],
+        MeetingError,
+        thing="rendezvous 'run'",
+        result="failed",
+        reason="out of memory",
     ),
 ]
 

@@ -13,6 +13,9 @@ gives every rank what all have given, `Lock` has one holder and dies with it, `G
 comes and goes. They live on our server, or on any store that there is. `Rendezvous` forms rounds of nodes, with ranks
 that they keep, and tells them when to form another.
 
+`rallypoint run script.py` starts the workers of a job, and starts them again: in a script, `rallypoint.worker()` says
+who it is.
+
 A server is a process of its own: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
 program. Unmodified PyTorch programs use it as their TCPStore.
 
@@ -61,6 +64,7 @@ from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import connect
 
 if TYPE_CHECKING:
+    from rallypoint.elastic.context import NotLaunched, Worker, worker
     from rallypoint.elastic.rendezvous import Rendezvous, Round
     from rallypoint.recipes.barrier import Barrier
     from rallypoint.recipes.exchange import Exchange
@@ -91,6 +95,10 @@ __all__ = [
     "Group",
     "Rendezvous",
     "Round",
+    # inside a launched script
+    "worker",
+    "Worker",
+    "NotLaunched",
     # the server
     "Server",
     # errors
@@ -134,6 +142,9 @@ _LAZY = {
     "Group": "rallypoint.recipes.group",
     "Rendezvous": "rallypoint.elastic.rendezvous",
     "Round": "rallypoint.elastic.rendezvous",
+    "worker": "rallypoint.elastic.context",
+    "Worker": "rallypoint.elastic.context",
+    "NotLaunched": "rallypoint.elastic.context",
 }
 
 

@@ -20,7 +20,9 @@ launcher may send it to another process. `except` clauses choose by whose fault 
     │       ├── NotAMember         also a ValueError: nobody of that name is expected
     │       ├── Disagreement       also a ValueError: two members ask for what does not fit together
     │       ├── NameTaken          another process is that member
-    │       └── BadDeviceMap       also a ValueError: a map of devices that cannot be
+    │       ├── BadDeviceMap       also a ValueError: a map of devices that cannot be
+    │       ├── RankTaken          also a ValueError: another node has asked for that rank
+    │       └── RunClosed          the run has its result
     └── NetworkError       the store could not be asked; also a ConnectionError
         ├── ConnectFailed      nobody could be reached; also a TimeoutError
         ├── ConnectionLost     the link broke after it stood
@@ -57,6 +59,8 @@ __all__ = [
     "Disagreement",
     "NameTaken",
     "BadDeviceMap",
+    "RankTaken",
+    "RunClosed",
     "NetworkError",
     "ConnectFailed",
     "ConnectionLost",

@@ -16,7 +16,6 @@ exit barrier instead, five minutes for agents that may be dead: here it waits wh
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -38,7 +37,7 @@ from rallypoint.deadline import Deadline, Timeout
 from rallypoint.elastic import home
 from rallypoint.elastic.rendezvous import Rendezvous, Round
 from rallypoint.elastic.watch import Change
-from rallypoint.errors import MembersMissing, NameTaken, NetworkError, RallypointError, RunClosed, StoreTimeout
+from rallypoint.errors import MembersMissing, NetworkError, RallypointError, RunClosed, StoreTimeout
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.store.base import Store
 from rallypoint.torch import TorchStore
@@ -67,10 +66,6 @@ ACCEPTED = {
 
 SUCCEEDED = "succeeded"
 
-RETURN_S = 10.0
-"""How long a node waits for its own name: one that was killed and is started again may be back before it is missed."""
-
-PAUSE_S = 0.2
 LOOK_S = 0.5
 """How often one who waits looks whether the round is over."""
 
@@ -208,33 +203,14 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
     def _join(self) -> Round:
         """Join, and end where the run does: well, if that ended well."""
         if not self._joined:
-            self._begin_anew()
-        patience: Deadline | None = None
-        while True:
-            try:
-                return self._rendezvous.join(self._join_s)
-            except RunClosed as closed:
-                if closed.result != SUCCEEDED:
-                    raise RendezvousClosedError(str(closed)) from closed
-                log.warning("this node was not needed: %s", closed)
-                raise SystemExit(0) from None  # torch's agent would fail over its own error for this
-            except NameTaken as taken:
-                if self._joined or (patience is not None and patience.expired()):
-                    raise
-                if patience is None:
-                    log.warning("this node waits up to %g s for its name: %s", RETURN_S, taken)
-                patience = patience or Deadline(RETURN_S)
-                time.sleep(PAUSE_S)
-
-    def _begin_anew(self) -> None:
-        """Begin a new run where the last one is over and everybody has left it.
-
-        This is asked on coming, not when the run is found closed: a spare that has waited for the end is told of it,
-        and may be the last one here by then.
-        """
-        status = self._rendezvous.status()
-        if status.phase == "closed" and not status.nodes:
-            self._rendezvous.open()  # or somebody else has by now
+            self._rendezvous.begin_anew()
+        try:
+            return self._rendezvous.join(self._join_s)
+        except RunClosed as closed:
+            if closed.result != SUCCEEDED:
+                raise RendezvousClosedError(str(closed)) from closed
+            log.warning("this node was not needed: %s", closed)
+            raise SystemExit(0) from None  # torch's agent would fail over its own error for this
 
     def _close_door(self) -> None:
         """Close the door of the last round, where nobody is left who could use it."""

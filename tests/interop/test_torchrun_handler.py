@@ -224,9 +224,9 @@ def test_a_node_that_was_killed_may_be_back_before_it_is_missed(make: Make, serv
 def test_a_name_that_stays_taken_is_refused(make: Make, server: rallypoint.Server, monkeypatch: Any) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from rallypoint import torchrun
+    from rallypoint.elastic import rendezvous
 
-    monkeypatch.setattr(torchrun, "RETURN_S", 0.0)
+    monkeypatch.setattr(rendezvous, "TAKEN_S", 0.0)
     with script(NODE, server.port) as child:
         assert read_line(child) == "0"
         with pytest.raises(RendezvousError, match=rf"'a'.*:{child.pid}"):

@@ -18,6 +18,7 @@ from rallypoint.errors import NetworkError, RallypointError
 __all__ = ["main"]
 
 COMMANDS = {
+    "run": "Run a script in several processes, and start them again when one dies.",
     "serve": "Serve a store that rallypoint and PyTorch programs can use.",
     "get": "Print a value, waiting until the key exists.",
     "set": "Write a value.",

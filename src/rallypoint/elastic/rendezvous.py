@@ -201,6 +201,16 @@ class Rendezvous(Recipe):
         self._join.run = -1
         return bool(self._done(rendezvous.Open()))
 
+    def begin_anew(self) -> None:
+        """Begin a new run where the last one is over and everybody has left it.
+
+        This is for coming, not for finding a run closed: a spare that has waited for the end is told of it, and may be
+        the last one here by then.
+        """
+        status = self.status()
+        if status.phase == "closed" and not status.nodes:
+            self.open()  # or somebody else has by now
+
     def status(self) -> Status:
         """Return what there is now; one need not be a node to ask."""
         told = self._done(rendezvous.Look())

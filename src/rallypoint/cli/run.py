@@ -1,0 +1,203 @@
+"""`rallypoint run`: start the workers of a job on this node, watch them, and start them again."""
+
+from __future__ import annotations
+
+import sys
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from rallypoint import net
+from rallypoint.cli import COMMANDS
+from rallypoint.core.gang import Rules
+from rallypoint.core.rendezvous import MAX_TEXT
+from rallypoint.elastic.job import Command, Job, env_file, node_range, workers_here
+
+__all__ = ["command"]
+
+CONF = {"join_timeout": 600.0, "last_call_timeout": 5.0}
+"""The options of --rdzv-conf that mean something here."""
+
+NO_MATTER = {
+    "store_type": "there is one kind of server",
+    "is_host": "whoever has the endpoint's address starts the server",
+    "read_timeout": "the server answers or is known to be gone",
+    "timeout": "the server answers or is known to be gone",
+    "close_timeout": "closing is one request",
+    "keep_alive_interval": "liveness is the connection",
+    "keep_alive_max_attempt": "liveness is the connection",
+    "heartbeat_timeout": "liveness is the connection",
+}
+NOTED = {
+    "monitor_interval": "workers are watched all the time",
+    "rdzv_backend": "there is one back end",
+    "start_method": "workers are started as processes of their own",
+    "event_log_handler": "see --json",
+    "logs_specs": "see --log-dir, --redirects and --tee",
+    "numa_binding": "bind workers in the script, or with numactl and --no-python",
+    "run_path": "the script is run as it is",
+    "virtual_local_rank": "LOCAL_RANK is the rank on this node",
+    "duplicate_stdout_filters": "filter the log files instead",
+    "duplicate_stderr_filters": "filter the log files instead",
+    "signals_to_handle": "TERM, INT, USR1 and USR2 are handled",
+}
+"""Options of torchrun's that cannot apply: accepted, with a note why."""
+
+Decorator = Callable[[Any], Any]
+
+
+def _option(name: str, *short: str, ours: bool = False, **facts: Any) -> Decorator:
+    """Make an option; torchrun's have two spellings, and an environment variable."""
+    plain = name.replace("-", "_")
+    if ours:
+        return click.option(*short, f"--{name}", plain, **facts)
+    return click.option(
+        *short, *dict.fromkeys([f"--{name}", f"--{plain}"]), plain, envvar=f"PET_{plain.upper()}", **facts
+    )
+
+
+def _read(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Let a function that raises ValueError read an option."""
+
+    def callback(_: click.Context, __: click.Parameter, value: str | None) -> Any:
+        if value is None:
+            return None
+        try:
+            return reader(value)
+        except (ValueError, OSError) as error:
+            raise click.BadParameter(str(error)) from None
+
+    return callback
+
+
+def _conf(text: str) -> dict[str, float]:
+    """Read --rdzv-conf."""
+    from rallypoint.compat.rendezvous.endpoint import _parse_rendezvous_config
+
+    told = dict(CONF)
+    for name, value in _parse_rendezvous_config(text).items():
+        if name in NO_MATTER:
+            _note(f"--rdzv-conf {name}", NO_MATTER[name])
+        elif name not in CONF:
+            raise ValueError(f"there is no {name!r}; there are {', '.join([*CONF, *NO_MATTER])}")
+        else:
+            told[name] = float(value)
+    return told
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in text.split(",") if number.strip())
+
+
+def _note(what: str, why: str) -> None:
+    click.echo(f"rallypoint run: {what} is not needed: {why}", err=True)
+
+
+def _noted(function: Any) -> Any:
+    for name in NOTED:
+        flag = name in ("run_path", "virtual_local_rank")
+        function = _option(name.replace("_", "-"), hidden=True, is_flag=flag, default=None)(function)
+    return function
+
+
+@click.command(
+    short_help=COMMANDS["run"],
+    context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": None},
+)
+@_option("nnodes", default="1", callback=_read(node_range), help="Nodes, N or MIN:MAX.  [1]")
+@_option("nproc-per-node", default="1", callback=_read(workers_here), help="Workers here: a number, auto, cpu or gpu.")
+@_option("standalone", is_flag=True, help="One node, with a server of its own; the default with one node.")
+@_option("rdzv-endpoint", default="", help="host:port of the server; whoever has that address starts it.")
+@_option("rdzv-id", default="", help="The name of the run, the same on all nodes.")
+@_option("rdzv-conf", default="", callback=_read(_conf), help="join_timeout=…, last_call_timeout=…, in seconds.")
+@_option("max-restarts", default=0, type=click.IntRange(0), help="As --restart-budget.")
+@_option("role", default="default", help="What the workers are called.")
+@_option("log-dir", help="Where output and failure.json go.")
+@_option("redirects", "-r", default="0", help="Output to files only: 0 none, 1 out, 2 err, 3 both, or 0:1,1:3.")
+@_option("tee", "-t", default="0", help="Output to files and here: as --redirects.")
+@_option("local-ranks-filter", callback=_read(_numbers), help="Show only these local ranks here, as 0,1.")
+@_option("node-rank", type=click.IntRange(0), help="The rank that this node asks for.")
+@_option("master-addr", default="127.0.0.1", help="As --rdzv-endpoint, with --master-port.")
+@_option("master-port", type=click.IntRange(0, 65535), help="As --rdzv-endpoint, with --master-addr.")
+@_option("local-addr", help="Where others reach this node.")
+@_option("module", "-m", is_flag=True, help="SCRIPT is a module.")
+@_option("no-python", is_flag=True, help="SCRIPT is any command.")
+@_option("shutdown-timeout", type=click.FloatRange(0), help="As --grace.")
+@_option("store", ours=True, help="URL of a server that runs: tcp://host:port.")
+@_option("node", ours=True, help="The name of this node, by which it gets its rank back.  [its host name]")
+@_option("restart", ours=True, type=click.Choice(["group", "node", "worker"]), default="group", show_default=True,
+         help="Who starts again when a worker fails.")  # fmt: skip
+@_option("restart-budget", ours=True, type=click.IntRange(0), help="Restarts of the whole job.  [0]")
+@_option("grace", ours=True, type=click.FloatRange(0), help="Seconds between TERM and KILL.  [30]")
+@_option("exit-timeout", ours=True, type=click.FloatRange(0), default=300.0, show_default=True,
+         help="Seconds that a node that is done waits for the others.")  # fmt: skip
+@_option("min-uptime", ours=True, type=click.FloatRange(0), default=5.0, show_default=True,
+         help="A worker that dies younger, twice in a row, is started after a pause.")  # fmt: skip
+@_option("final-codes", ours=True, default="", callback=_read(_numbers), help="Exit codes that mean: do not restart.")
+@_option("env-file", ours=True, callback=_read(env_file), help="A file of NAME=value for the workers.")
+@_option("quiet", "-q", ours=True, is_flag=True, help="Say nothing but what workers and failures say.")
+@_option("json", ours=True, is_flag=True, help="Say what happens as one JSON object a line, on standard error.")
+@_noted
+@click.argument("script")
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def command(script: str, arguments: tuple[str, ...], **told: Any) -> None:
+    """Run SCRIPT in several processes, on this node and others; the options of torchrun are understood."""
+    from rallypoint.elastic.agent import Agent
+
+    for name, why in NOTED.items():
+        if told[name] is not None and told[name] is not False:
+            _note(f"--{name.replace('_', '-')}", why)
+    sys.exit(Agent(_job(script, arguments, told)).run())
+
+
+def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
+    least, most = told["nnodes"]
+    endpoint = told["rdzv_endpoint"].strip()
+    if not endpoint and told["master_port"] is not None:
+        endpoint = str(net.Endpoint(told["master_addr"], told["master_port"]))
+    if told["standalone"]:
+        least = most = 1
+        endpoint = ""
+    if most > 1 and not endpoint and not told["store"]:
+        raise click.UsageError(
+            f"--nnodes={least}:{most} needs a place to meet: --rdzv-endpoint=HOST:PORT, or --store=tcp://HOST:PORT"
+        )
+    if told["module"] and told["no_python"]:
+        raise click.UsageError("--module and --no-python exclude each other: SCRIPT is a module, or any command")
+    if len(told["rdzv_id"]) > MAX_TEXT:
+        raise click.UsageError(f"--rdzv-id is {len(told['rdzv_id'])} characters long, and {MAX_TEXT} is the limit")
+    conf = told["rdzv_conf"] or CONF
+    kind = "module" if told["module"] else "command" if told["no_python"] else "script"
+    grace = next(value for value in (told["grace"], told["shutdown_timeout"], 30.0) if value is not None)
+    return Job(
+        command=Command(kind, script, arguments),
+        min_nodes=least,
+        max_nodes=most,
+        workers=told["nproc_per_node"],
+        run_id=told["rdzv_id"] or (uuid.uuid4().hex if not endpoint and not told["store"] else "none"),
+        endpoint=endpoint or None,
+        store=None if told["standalone"] else told["store"],
+        node=told["node"],
+        node_rank=told["node_rank"],
+        local_address=told["local_addr"],
+        role=told["role"],
+        rules=Rules(
+            restart=told["restart"],
+            budget=told["max_restarts"] if told["restart_budget"] is None else told["restart_budget"],
+            min_uptime_s=told["min_uptime"],
+            final_codes=told["final_codes"] or (),
+        ),
+        grace_s=grace,
+        exit_timeout_s=told["exit_timeout"],
+        join_timeout_s=conf["join_timeout"],
+        last_call_s=conf["last_call_timeout"],
+        log_dir=told["log_dir"],
+        redirects=told["redirects"],
+        tee=told["tee"],
+        shown_ranks=told["local_ranks_filter"],
+        environment=told["env_file"] or {},
+        quiet=told["quiet"],
+        json=told["json"],
+    )

@@ -1,0 +1,132 @@
+"""The workers of one node in one round: started, waited for, stopped, and asked what they died of."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import socket
+from collections.abc import Callable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+
+from rallypoint.core.gang import Exit
+from rallypoint.deadline import Deadline
+from rallypoint.elastic.failure import Failure, failure_of
+from rallypoint.elastic.job import Job
+from rallypoint.elastic.output import Feed, Pump, Std, parse_std, route, worker_dir
+from rallypoint.elastic.warden import Warden
+from rallypoint.elastic.workers import Worker, describe_exit
+from rallypoint.elastic.world import World, environment
+
+__all__ = ["Crew"]
+
+SLICE_S = 0.5
+"""How long a stop waits before it looks whether it was interrupted again, should the bell have been missed."""
+
+
+class Crew:
+    """All workers that this agent has, by global rank. `bell` is readable when there is other news."""
+
+    def __init__(self, job: Job, logs: Path, bell: int) -> None:
+        self._job = job
+        self._logs = logs
+        self._bell = bell
+        self._redirects, self._tee = parse_std(job.redirects), parse_std(job.tee)
+        self._prefix = os.isatty(1)
+        self._warden = Warden()
+        self._pump = Pump()
+        self._workers: dict[int, tuple[Worker, Feed, Path]] = {}
+        self._ended: set[int] = set()
+        """The ranks whose end was told."""
+
+        self._attempt = -1
+        self._world: World
+
+    def enter(self, world: World) -> None:
+        """Take the place of this round; no worker runs."""
+        self._world = world
+
+    def restarted(self, restarts: int) -> None:
+        """Note how many restarts the job has used, for those who are started next."""
+        self._world = self._world._replace(restarts=restarts)
+
+    def start(self, ranks: Sequence[int]) -> None:
+        """Start workers. Raises WorkerUnstartable, and OSError where their files cannot be made."""
+        self._attempt += 1
+        for rank in ranks:
+            local, world = rank - self._world.first, self._world
+            directory = worker_dir(self._logs, self._attempt, local)
+            directory.mkdir(parents=True, exist_ok=True)
+            errors = directory / "error.json"
+            out, err = (
+                route(stream, local, self._redirects, self._tee, self._job.shown_ranks, directory)
+                for stream in (Std.OUT, Std.ERR)
+            )
+            label = f"{world.node}:{rank}"
+            feed = self._pump.open(label, out, err, rank=rank, prefix=self._prefix)
+            told = environment(world, rank, self._job.environment, str(errors))
+            worker = Worker(self._job.command.words(), told, label, feed.stdout, feed.stderr, self._warden)
+            try:
+                worker.start()
+            finally:
+                feed.started()
+            self._workers[rank] = (worker, feed, errors)
+            self._ended.discard(rank)
+
+    def wait(self, timeout_s: float) -> list[Exit]:
+        """Wait until a worker ends, the bell rings, or the time is over; return who has ended, once each."""
+        self._look([self._bell], timeout_s)
+        exits = []
+        for rank, (worker, _, _) in self._workers.items():
+            code = worker.poll()
+            if code is not None and rank not in self._ended:
+                self._ended.add(rank)
+                exits.append(Exit(rank, code, describe_exit(code), worker.uptime_s))
+        return exits
+
+    def signal(self, number: int) -> None:
+        """Send a signal to all workers, and what they have started."""
+        for worker, _, _ in self._workers.values():
+            worker.signal(number)
+
+    def stop(self, ranks: Sequence[int] | None, deadline: Deadline, interrupted: Callable[[], bool]) -> None:
+        """Ask workers to end, and kill those who have not at the deadline, or at once if interrupted; forget them."""
+        stopped = [rank for rank in self._workers if ranks is None or rank in ranks]
+        running = [self._workers[rank][0] for rank in stopped if self._workers[rank][0].poll() is None]
+        for worker in running:
+            worker.signal(signal.SIGTERM)
+        while running and not deadline.expired() and not interrupted():
+            descriptors = [self._bell, *(worker.fileno() for worker in running)]
+            select.select(descriptors, [], [], min(deadline.remaining(), SLICE_S))
+            running = [worker for worker in running if worker.poll() is None]
+        for rank in stopped:
+            worker, feed, _ = self._workers.pop(rank)
+            worker.close()
+            feed.finish()
+
+    def failure(self, rank: int, code: int) -> Failure:
+        """Say what is known of a worker that failed."""
+        worker, feed, errors = self._workers[rank]
+        feed.finish()
+        return failure_of(
+            node=self._world.node,
+            host=socket.gethostname(),
+            rank=rank,
+            local_rank=rank - self._world.first,
+            pid=worker.pid,
+            code=code,
+            at=datetime.now(timezone.utc),
+            error_file=errors,
+            stderr=feed.tail(),
+        )
+
+    def close(self) -> None:
+        """End all that is left, at once."""
+        self.stop(None, Deadline(0.0), lambda: True)
+        self._pump.close()
+        self._warden.close()
+
+    def _look(self, descriptors: list[int], timeout_s: float) -> None:
+        running = [worker.fileno() for rank, (worker, _, _) in self._workers.items() if rank not in self._ended]
+        select.select([*descriptors, *running], [], [], timeout_s)
