@@ -226,7 +226,8 @@ class Agent:
             self._pause(decision.after_s)
             return True, None
         elif act == Act.FINISH:
-            self._finish()
+            if self._finish():
+                return True, self._ended(SUCCEEDED, decision.reason)
         elif act in (Act.LEAVE, Act.KILL):
             self._stop(grace_s=0.0 if act == Act.KILL else None)
             return True, 128 + int(signal.Signals[decision.reason.split()[0]])
@@ -265,12 +266,12 @@ class Agent:
         done = not self._gang.running and set(status.nodes) <= set(self._done())
         return self._gang.changed(reason, done)
 
-    def _finish(self) -> None:
-        """Say that this node is done, and close the run if everybody is."""
+    def _finish(self) -> bool:
+        """Say that this node is done, and close the run if everybody is; say whether it was."""
         self._round.store.set(f"done:{self._rendezvous.node}", "")
         self._done_by = Deadline(self._job.exit_timeout_s)
-        if set(self._rendezvous.status().nodes) <= set(self._done()):
-            self._rendezvous.close(SUCCEEDED, "the workers of all nodes have succeeded")
+        everybody = set(self._rendezvous.status().nodes) <= set(self._done())
+        return everybody and self._rendezvous.close(SUCCEEDED, "the workers of all nodes have succeeded")
 
     def _done(self) -> list[str]:
         return [key.removeprefix("done:") for key in self._round.store.list_keys() if key.startswith("done:")]

@@ -98,7 +98,7 @@ class Crew:
             worker.signal(signal.SIGTERM)
         while running and not deadline.expired() and not interrupted():
             descriptors = [self._bell, *(worker.fileno() for worker in running)]
-            select.select(descriptors, [], [], min(deadline.remaining(), SLICE_S))
+            _wait_for(descriptors, min(deadline.remaining(), SLICE_S))
             running = [worker for worker in running if worker.poll() is None]
         for rank in stopped:
             worker, feed, _ = self._workers.pop(rank)
@@ -129,4 +129,12 @@ class Crew:
 
     def _look(self, descriptors: list[int], timeout_s: float) -> None:
         running = [worker.fileno() for rank, (worker, _, _) in self._workers.items() if rank not in self._ended]
-        select.select([*descriptors, *running], [], [], timeout_s)
+        _wait_for([*descriptors, *running], timeout_s)
+
+
+def _wait_for(descriptors: Sequence[int], timeout_s: float) -> None:
+    """Wait until one of them is readable, or the time is over; there may be more than `select` can take."""
+    poller = select.poll()
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    poller.poll(timeout_s * 1000)
