@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import rallypoint
+from benchmarks import nodes as processes
 from benchmarks.crowd import PATIENCE, Crowd, connect, release
 from benchmarks.rig import PLACEMENTS, Team, in_turn, need, say, team
 from benchmarks.servers import Running, serving
@@ -22,7 +23,8 @@ NOTES = (
     "Time from the start signal until the last node is in the round; all are connected beforehand. Less is better. "
     "*ours on torch's server*: the nodes host the rendezvous by compare-and-set, as on any store that is not ours. "
     "Torch's handler delays its first attempt by up to 0.3 s, and polls every second; both are its own. *Per node* is "
-    "the time at 1,000 nodes, divided by their number, beside the same at 64."
+    "the time at 1,000 nodes, divided by their number, beside the same at 64. The last two lines are of processes, on "
+    "our server with its usual grace of 2 s: from the SIGKILL, or the start of the new ones, until all are in a round."
 )
 BESIDE_TORCH = {4: None, 16: 0.1, 64: 0.05}
 ALONE = (256, 1000)
@@ -45,6 +47,7 @@ def run(quick: bool) -> list[Line]:
             if 1000 in per_node:
                 many, few = ([ms / size * 1000 for ms in per_node[size]] for size in (1000, 64))
                 lines.append(Line("per node", placement.name, "us", many, "ours at 64", few, Target(at_most=2.0)))
+        lines += processes.run(servers["rallypoint"], 1 if quick else 3)
     return lines
 
 
