@@ -126,6 +126,37 @@ def test_an_argument_may_be_bytes_too(store: rallypoint.Store) -> None:
     assert done.returncode == 2 and b"Traceback" not in done.stderr and b"not valid Unicode" in done.stderr
 
 
+@pytest.mark.parametrize("value", ["-5", "-x", "-15h", "-", "- 1"])
+def test_a_value_may_start_with_a_dash(store: rallypoint.Store, value: str) -> None:
+    assert prints("set", "k", value, "--connect-timeout", 9, given=b"-") == b""
+    assert store.get("k").decode() == value
+    assert prints("exchange", "e", "--size=1", value, "--rank", 0, given=b"-").decode() == f"{value}\n"
+
+
+def test_what_looks_like_an_option_has_to_be_one(store: rallypoint.Store) -> None:
+    code, said = fails("set", "k", "--vlaue")
+    assert code == 2 and "No such option" in said
+    assert fails("set", "k", "v", "--store")[0] == 2
+    assert prints("set", "--", "k", "--vlaue") == b"" and store.get("k") == b"--vlaue"
+    assert b"Write VALUE" in prints("set", "k", "-h")
+
+
+@pytest.mark.parametrize(
+    "words", [["get", "k"], ["get", "k", "--raw"], ["ls"], ["exchange", "e", "x", "--size=1", "--rank=0"]]
+)
+def test_output_that_cannot_be_written_is_one_line(store: rallypoint.Store, words: list[str]) -> None:
+    store.set("k", "v")
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, *words], stdout=full, stderr=subprocess.PIPE, text=True, timeout=AMPLE_S)
+    assert (done.returncode, done.stderr) == (1, "Error: cannot write the output: No space left on device\n")
+
+
+def test_input_that_cannot_be_read_is_one_line(store: rallypoint.Store) -> None:
+    with open(os.devnull, "wb") as not_for_reading:
+        done = subprocess.run([*COMMAND, "set", "k", "-"], stdin=not_for_reading, capture_output=True, timeout=AMPLE_S)
+    assert done.returncode == 1 and done.stderr.startswith(b"Error: ") and done.stderr.count(b"\n") == 1
+
+
 def test_get_waits_for_the_key(store: rallypoint.Store, start: Any) -> None:
     child = start("get", "late")
     store.set("late", "now")
@@ -281,6 +312,16 @@ def test_lock_passes_exit_codes_and_a_growing_fence(store: rallypoint.Store) -> 
     assert fails("lock", "l")[0] == 2
 
 
+def test_a_command_of_a_lock_may_have_any_name(store: rallypoint.Store, tmp_path: Path) -> None:
+    script = os.fsencode(tmp_path) + b"/caf\xe9" * 2
+    os.mkdir(os.path.dirname(script))
+    with open(script, "wb") as file:
+        file.write(b'#!/bin/sh\nprintf "%s" "$1"\n')
+    os.chmod(script, 0o755)
+    done = subprocess.run([*COMMAND, "lock", "l", "--", script, b"\xff"], capture_output=True, timeout=AMPLE_S)
+    assert (done.returncode, done.stdout, done.stderr) == (0, b"\xff", b"")
+
+
 def test_a_lock_is_held_while_its_command_runs(start: Any) -> None:
     holder = start("lock", "l", "--", "cat", "/dev/zero")
     assert holder.stdout and holder.stdout.read(1) == b"\0"
@@ -371,6 +412,44 @@ def test_ctrl_c_ends_a_wait_with_130(server: rallypoint.Server, start: Any, word
         until_waiting(server, child)
     assert interrupt(child) == 130
     assert child.communicate()[1] == b""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+@pytest.mark.parametrize(
+    "words",
+    [["barrier", "b", "--members=2", "--member=0"], ["exchange", "e", "x", "--size=2", "--rank=0"]],
+    ids=lambda words: words[0],
+)
+def test_a_command_that_is_told_to_end_withdraws(
+    start: Any, number: signal.Signals, code: int, words: list[str]
+) -> None:
+    """Else it would count until its grace is over, which is so long that this test would not see the end of it."""
+    with rallypoint.Server(grace=600.0) as server:
+        child = start(*words, "--store", server.url)
+        until_waiting(server, child)
+        child.send_signal(number)
+        assert child.communicate(timeout=AMPLE_S) == (b"", b"") and child.returncode == code
+        assert server.statistics()["objects"] == {} and server.statistics()["sessions"] == []
+
+
+def test_a_command_that_waits_for_a_lock_and_is_told_to_end_gets_out_of_line(start: Any) -> None:
+    with rallypoint.Server(grace=600.0) as server, rallypoint.connect(server.url) as store:
+        lock = rallypoint.Lock(store, "l")
+        lock.acquire()
+        child = start("lock", "l", "--store", server.url, "--", "true")
+        until_waiting(server, child)
+        child.send_signal(signal.SIGTERM)
+        assert child.communicate(timeout=AMPLE_S) == (b"", b"") and child.returncode == 143
+        lock.release()
+        assert server.statistics()["objects"] == {}
+
+
+def test_ctrl_c_while_it_starts_ends_it_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport nothing")
+    paths = [str(tmp_path), *sys.path]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = run("ls", env=env)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b""), "which a shell shows as 130"
 
 
 def test_help_is_light() -> None:

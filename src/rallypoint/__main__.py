@@ -1,7 +1,18 @@
-"""`python -m rallypoint`: the command line."""
+"""`python -m rallypoint`, and `rallypoint`: the command line.
+
+While it is imported, a Ctrl-C ends the process as it does a program in C, without a traceback; from when a command
+begins, it is a KeyboardInterrupt (`rallypoint.cli`). What Python itself does before, the import of the package
+included, is out of our hands.
+"""
+
+import signal
+
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 from rallypoint.cli import main
 
-__all__: list[str] = []
+__all__ = ["main"]
 
-main(prog_name="rallypoint")
+if __name__ == "__main__":
+    main(prog_name="rallypoint")

@@ -1,6 +1,7 @@
 """The shared objects of a server on a bare engine: calls that are taken back, refused, late or left behind.
 
-Whatever happens to them, at the end there is no machine, no call, and not one byte counted.
+Whatever happens to them, at the end there is no call, and not one byte counted; and no machine, but for runs that had
+a round, which are remembered.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from rallypoint.core import rendezvous
+from rallypoint.core import objects, rendezvous
 from rallypoint.core.barrier import Arrive, Withdraw
+from rallypoint.core.barrier import Leave as LeaveBarrier
 from rallypoint.core.client import CONFIRM_EVERY, Client, Reply
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.exchange import Give, TakeBack
@@ -20,7 +22,7 @@ from rallypoint.core.gathering import Limits
 from rallypoint.core.lock import Acquire, Release
 from rallypoint.core.machine import Call, Command, Done, Refused, Waiting
 from rallypoint.core.native import Add, Confirm, Drop, Frames, Pop, Request, Status, frame
-from rallypoint.core.objects import MAX_IDLE, Objects
+from rallypoint.core.objects import MAX_IDLE, MAX_IDLE_BYTES, Objects
 from rallypoint.core.records import TimedOut, Waiter
 from rallypoint.core.rendezvous import Close, Join, Leave, Look, Open
 from rallypoint.core.session import decode_request
@@ -63,10 +65,20 @@ class Host:
 
     def expect_nothing_left(self) -> None:
         left = self.objects
-        assert (left._machines, left._pending, left._held, left._late) == ({}, {}, {}, {})
-        assert (left._alarms, left._idle) == ({}, {})
+        assert (left._pending, left._held, left._late, left._latecomers, left._alarms) == ({}, {}, {}, {}, {})
         assert self.engine.size == 0 and self.engine.statistics().waiters == 0
-        assert self.answers() == [] and left.statistics() == {}
+        assert self.answers() == []
+        assert list(left._machines) == list(left._idle), "those that are remembered, and no others"
+        for machine in left._machines.values():
+            assert isinstance(machine, rendezvous.Rendezvous) and machine.idle and machine.lasts
+            ended = not (machine.waiting or machine.nodes or machine.ranks or machine.calls or machine.watchers)
+            assert ended and not machine.settings and machine.origin is None
+        assert left._idle_bytes == sum(left._idle.values()) <= MAX_IDLE_BYTES
+
+    def remembered(self, name: bytes = b"/o") -> rendezvous.Rendezvous:
+        machine = self.objects._machines[rendezvous.Rendezvous, name]
+        assert isinstance(machine, rendezvous.Rendezvous)
+        return machine
 
 
 UNDONE: dict[str, tuple[Command, Callable[[int], Command]]] = {
@@ -161,6 +173,67 @@ def test_a_late_call_whose_session_ends_lets_the_machine_go() -> None:
     assert host.objects.statistics() == {"exchange": 1}, "the late one may still look"
     host.end("0")
     host.end("1")
+    host.expect_nothing_left()
+
+
+def test_what_is_kept_for_a_late_call_is_counted_until_it_looks() -> None:
+    host = Host()
+    assert host.look_away(host.act("0", 1, Give(2, 0, b"x" * 10_000, "all_gather"))).missing
+    given = host.engine.size
+    last = host.act("1", 1, Give(2, 1, b"y" * 5000, "all_gather"))
+    assert given + 5000 <= host.engine.size <= given + 5000 + 4 * ENTRY_BYTES, "all of the result, and only once"
+    assert host.act("0", 1, Give(2, 0, b"x" * 10_000, "all_gather")) == last
+    host.expect_nothing_left()
+
+
+def test_calls_that_never_look_fill_the_store_and_no_more() -> None:
+    """One member arrives, looks away, and is let through by the other: again and again, and at more and more places."""
+    host = Host(100_000)
+
+    def fill() -> None:
+        for number in range(1_000_000):
+            place = b"/%d" % (number % 50)
+            host.look_away(host.act("0", number, Arrive(2), place))
+            assert host.act("1", number, Arrive(2), place) == Done()
+
+    with pytest.raises(StoreFull):
+        fill()
+    late = sum(len(late.calls) for late in host.objects._late.values())
+    assert late * ENTRY_BYTES < host.engine.size < host.engine.max_bytes
+    host.end("0")
+    host.end("1")
+    host.expect_nothing_left()
+
+
+def test_the_end_of_a_session_takes_only_its_own_late_calls() -> None:
+    host = Host()
+    for session in "01":
+        host.look_away(host.act(session, 1, Arrive(3)))
+    host.act("2", 1, Arrive(3))
+    host.end("0")
+    assert host.objects.statistics() == {"barrier": 1} and host.engine.size > 0
+    assert host.act("1", 1, Arrive(3)) == Done()
+    host.end("2")
+    host.expect_nothing_left()
+
+
+@pytest.mark.parametrize("ends", ["0", "1", "none"])
+def test_a_barrier_with_a_last_one_out_leaves_nothing(ends: str) -> None:
+    """Nobody dies on the way out, or the last one does, or another."""
+    host = Host()
+    assert isinstance(host.act("0", 1, Arrive(2, "0")), Waiter)
+    assert host.act("1", 1, Arrive(2, "0")) == Done()
+    assert host.answers() == [(1, Done())]
+    if ends == "1":
+        host.end("1")
+        assert host.act("0", 2, LeaveBarrier(1)) == Done()
+    else:
+        assert isinstance(host.act("0", 2, LeaveBarrier(1)), Waiter)
+        assert host.engine.size > 0
+        if ends == "0":
+            host.end("0")
+        assert host.act("1", 2, LeaveBarrier(1)) == Done()
+        assert host.answers() == ([] if ends == "0" else [(2, Done())])
     host.expect_nothing_left()
 
 
@@ -363,6 +436,64 @@ def test_of_closed_runs_so_many_are_remembered_and_the_latest() -> None:
     phases = [host.act("0", 9_003, Look(), name).answer["phase"] for name in names[:5]]
     assert phases == ["gathering", "gathering", "closed", "gathering", "closed"]
     assert host.engine.size == 0
+
+
+def test_ranks_are_remembered_when_all_were_lost_and_settings_are_not() -> None:
+    host = Host()
+    join = Join(Limits(2, 2), {"batch": "x" * 1000})
+    for session in "01":
+        host.act(session, 1, join)
+    for session in "10":
+        host.end(session)
+    host.engine.take()
+    assert host.remembered().past == {"0": 0, "1": 1}
+    host.expect_nothing_left()
+    waits = host.act("1", 2, Join(Limits(2, 2), {"batch": "y"}))
+    assert isinstance(waits, Waiter), "and nobody minds that it has other settings"
+    assert rank_of(host.act("0", 2, Join(Limits(2, 2), {"batch": "y"}))) == 0
+
+
+def test_no_ranks_are_remembered_of_a_run_that_is_over() -> None:
+    host = Host()
+    for session in "01":
+        host.act(session, 1, Join(Limits(2, 2)))
+    host.act("0", 2, Close("done", "well"))
+    for session in "01":
+        host.end(session)
+    host.engine.take()
+    assert host.remembered().past == {} and host.remembered().closed == ("done", "well")
+    host.expect_nothing_left()
+
+
+def lost_run(host: Host, name: bytes, nodes: list[str]) -> None:
+    """Form a round of these nodes, in one session, and lose them."""
+    join = Join(Limits(len(nodes), len(nodes)))
+    for number, node in enumerate(nodes):
+        host.objects.act(name, Call(node, "s", number), join, "s", 0.0, 9.0, number)
+    host.end("s")
+    host.engine.take()
+
+
+def test_what_is_remembered_of_all_runs_is_bounded_and_the_latest_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(objects, "MAX_IDLE_BYTES", 30_000)
+    host = Host()
+    for run in range(20):
+        lost_run(host, b"/%d" % run, [f"{node:0250}" for node in range(10)])
+        host.expect_nothing_left()
+        assert host.objects._idle_bytes <= 30_000
+    assert 2 < len(host.objects._idle) < 10 and (rendezvous.Rendezvous, b"/19") in host.objects._idle
+
+
+def test_one_run_that_has_more_than_can_be_remembered_sheds_the_oldest(monkeypatch: pytest.MonkeyPatch) -> None:
+    """But not how many rounds and runs it has had."""
+    monkeypatch.setattr(objects, "MAX_IDLE_BYTES", 10_000)
+    host = Host()
+    nodes = [f"{node:0250}" for node in range(100)]
+    lost_run(host, b"/o", nodes)
+    kept = host.remembered()
+    assert kept.number == 1 and 5 < len(kept.past) < 40 and list(kept.past) == nodes[-len(kept.past) :]
+    assert host.objects._idle_bytes <= 10_000
+    host.expect_nothing_left()
 
 
 def test_a_run_that_is_used_is_not_forgotten_for_those_that_are_not() -> None:

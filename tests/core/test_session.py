@@ -45,7 +45,7 @@ class House:
             for handle, answer in out:
                 data = handle.owner.answer(handle, answer)
                 if handle.owner.link is not None:
-                    handle.owner.link.inbox += data
+                    handle.owner.link.inbox += bytes(data)
 
 
 class Link:
@@ -396,6 +396,60 @@ def test_answers_wait_for_those_before_them_to_be_sent(link: Link, monkeypatch: 
         link.send(b"")
     assert [answer[0] for answer in link.read()] == [1, 2, 3, 4, 5]
     assert link.caller.held == 0
+
+
+# What all ranks of an exchange get
+
+
+def exchanged(house: House, size: int, how: str = "all_gather") -> list[Link]:
+    """Let each of four ranks give so many bytes, each by its own session."""
+    links = [opened(house) for _ in range(4)]
+    for rank, link in enumerate(links):
+        data = bytes([rank]) * size
+        link.send(frame([28, 1, b"/big", str(rank), 1, ["exchange.give", 4, rank, data, how, 0], 9.0]))
+    return links
+
+
+@pytest.mark.parametrize("how", ["all_gather", "broadcast"])
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_what_many_get_is_kept_once_and_counted_once(house: House, how: str, size: int) -> None:
+    links = exchanged(house, size, how)
+    gathered: Any = [bytes([rank]) * size for rank in range(4)]
+    answer = gathered if how == "all_gather" else gathered[0]
+    assert all(link.read() == [[1, Status.OK, [native.DONE, answer]]] for link in links)
+    whole, ledger = size * (4 if how == "all_gather" else 1), house.sessions.ledger
+    assert whole < ledger.kept < whole + 4 * 50
+    again = back(links[0])
+    assert again.read()[-1][1] == Status.OK
+    repeated = again.ask([28, 1, b"/big", "0", 1, ["exchange.give", 4, 0, b"", how, 0], 9.0])
+    assert repeated == [[1, Status.OK, [native.DONE, answer]]]
+    for confirmed, link in enumerate([again, *links[1:3]]):
+        link.ask(native.Confirm(0, 1, [], 0))
+        assert whole < ledger.kept < whole + (3 - confirmed) * 50
+    links[3].cut()
+    house.tick(GRACE_S)
+    assert ledger.kept == 0
+    again.cut()
+    house.tick(2 * GRACE_S)
+    assert ledger.kept == 0
+
+
+@pytest.mark.parametrize("how", ["all_gather", "broadcast"])
+def test_more_than_one_answer_may_have_is_an_error_for_all_ranks(house: House, how: str) -> None:
+    house.sessions.ledger.answer_limit = 2000
+    for link in exchanged(house, 3000, how):
+        ((_, status, (error, fields)),) = link.read()
+        assert (status, error, fields["key"], fields["limit"]) == (Status.ERROR, "LimitExceeded", "/big", 2000)
+        assert fields["size"] > (12_000 if how == "all_gather" else 3000)
+    assert house.engine.size == 0 and house.sessions.objects.statistics() == {}
+
+
+def test_no_more_is_answered_than_may_be_kept(house: House) -> None:
+    """Else it would be cut off, come back for the answer, and be cut off again."""
+    house.sessions.ledger.limit = 2000
+    for link in exchanged(house, 3000):
+        ((_, status, (error, _)),) = link.read()
+        assert (status, error) == (Status.ERROR, "LimitExceeded")
 
 
 # A lossy link

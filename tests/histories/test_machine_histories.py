@@ -2,7 +2,8 @@
 
 `new lock` starts a machine. A command starts with who gives it: `1` is the member of that name, in a session of the
 same name; `1@x` is member 1 in session x, and `1@x.2` a second call that it has under way. `look` applies the call
-again, `undo` takes it back, `why` asks what it waits for, `fence` whether it holds. What a call came to is written
+again, `undo` takes it back, `why` asks what it waits for, `fence` whether it holds; `1.2 out 1` leaves the round of a
+barrier to which call `1` arrived, and `arrive 3 0` means that 0 is its last out. What a call came to is written
 after it; those who wait and are woken look at once, and what they find is written `1 <- done`. `slow 1@x` looks only
 when it is told to. `alarm` says which one is set, and `ring` lets it, or that of a number, ring. After every command
 the state is written down and read back, and the last call is applied twice, which changes nothing.
@@ -19,7 +20,8 @@ import msgspec
 import pytest
 
 from rallypoint.core import rendezvous
-from rallypoint.core.barrier import Arrive, Barrier, Withdraw
+from rallypoint.core.barrier import Arrive, Barrier, Stay, Withdraw
+from rallypoint.core.barrier import Leave as LeaveBarrier
 from rallypoint.core.exchange import Exchange, Give, TakeBack
 from rallypoint.core.gathering import Limits
 from rallypoint.core.lock import Acquire, Lock, Release
@@ -49,9 +51,7 @@ def arrow_maps(words: list[str]) -> dict[str, dict[str, str]]:
 def command_of(verb: str, words: list[str]) -> Command:
     match verb:
         case "arrive":
-            return Arrive(int(words[0]) if words[0].isdecimal() else words[0].split(","))
-        case "pass":
-            return Arrive(int(words[0]), waits=False)
+            return Arrive(int(words[0]) if words[0].isdecimal() else words[0].split(","), *words[1:])
         case "all_gather" | "gather" | "broadcast":
             size, rank, data, *root = words
             return Give(int(size), int(rank), data.encode(), verb, int(root[0]) if root else 0)  # type: ignore[arg-type]
@@ -175,11 +175,17 @@ class MachineScript:
             call, command = self.calls[who]
         elif verb in ("undo", "leave"):
             undo = self.undo if verb == "undo" else rendezvous.Leave
+            if isinstance(self.calls[who][1], LeaveBarrier):
+                undo = Stay
             command = undo(self.calls[who][0].number)
             call = self.call(who)
         else:
-            meets = isinstance(self.machine, rendezvous.Rendezvous)
-            command = rendezvous_command(verb, words) if meets else command_of(verb, words)
+            if verb == "out":
+                command = LeaveBarrier(self.calls[words[0]][0].number)
+            elif isinstance(self.machine, rendezvous.Rendezvous):
+                command = rendezvous_command(verb, words)
+            else:
+                command = command_of(verb, words)
             call = self.call(who)
             self.calls[who] = call, command
         step = self.did(self.machine.apply(call, command, self.stamp + 1))

@@ -1,4 +1,4 @@
-"""Hosting on a store that only has bytes: read, apply, write if nobody was faster. The rules of `recipes/pulse.py`.
+"""Hosting on a store that only has bytes: read, apply, write if nobody was faster. The rules of `recipes/storehost.py`.
 
 The state has the version, the number of the bell, and the sessions that were declared dead: these three make it safe.
 A version never comes twice, so a write that was late can only land on the state that it was made from. A session that

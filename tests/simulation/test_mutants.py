@@ -24,7 +24,7 @@ def opens_without_the_last(apply: Method) -> Method:
     def mutant(self: Barrier, call: Call, command: Any, stamp: int) -> Step:
         step: Step = apply(self, call, command, stamp)
         if isinstance(command, Arrive) and step.outcome is WAIT and len(self.arrived) == command.members - 1:  # type: ignore[operator]
-            return Step(Done(), True, [other for other in self._end([]) if other != call])
+            return self._open(self.calls[call.id])
         return step
 
     return mutant

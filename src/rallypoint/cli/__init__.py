@@ -2,12 +2,13 @@
 
 What a command raises becomes an exit code here, and one line on standard error, so that shell scripts can choose:
 
-    0 done    1 a RallypointError    2 misuse    3 time-out    4 the store is not reachable    130 Ctrl-C
+    0 done    1 a RallypointError    2 misuse    3 time-out    4 the store is not reachable    130 Ctrl-C    143 SIGTERM
 """
 
 from __future__ import annotations
 
 import importlib
+import signal
 from typing import Any
 
 import click
@@ -54,6 +55,8 @@ class _Commands(click.Group):
         module = importlib.import_module(f"rallypoint.cli.{_TOGETHER.get(cmd_name, cmd_name)}")
         command = module.commands[cmd_name] if cmd_name in _TOGETHER else module.command
         assert isinstance(command, click.Command)
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # so it was while we were imported
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

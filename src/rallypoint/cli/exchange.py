@@ -8,13 +8,13 @@ import json
 import click
 
 from rallypoint import Store
-from rallypoint.cli.opening import given, line, store_command, teller, timeout_option, verbose_option
+from rallypoint.cli.opening import given, line, put, store_command, teller, timeout_option, verbose_option
 from rallypoint.recipes.exchange import Exchange
 
 __all__ = ["command"]
 
 
-@store_command("exchange")
+@store_command("exchange", dashed=True)
 @click.argument("name")
 @click.argument("data", default="")
 @click.option("--size", type=click.IntRange(1), required=True, help="How many ranks there are.")
@@ -33,6 +33,6 @@ def command(
         raise click.BadParameter(f"{rank} is not a rank from 0 to {size - 1}", param_hint="--rank")
     gathered = Exchange(store, name, size, teller(verbose)).all_gather(rank, given(data), timeout)
     if as_json:
-        click.echo(json.dumps([base64.b64encode(value).decode() for value in gathered]))
+        put(json.dumps([base64.b64encode(value).decode() for value in gathered]))
     else:
-        click.echo("\n".join(map(line, gathered)))
+        put("\n".join(map(line, gathered)))

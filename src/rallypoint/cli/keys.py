@@ -9,7 +9,7 @@ import math
 import click
 
 from rallypoint import Store, StoreTimeout
-from rallypoint.cli.opening import given, line, store_command, teller, text, timeout_option, verbose_option
+from rallypoint.cli.opening import given, line, put, store_command, teller, text, timeout_option, verbose_option
 from rallypoint.core.machine import Waiting
 from rallypoint.deadline import Deadline
 
@@ -29,10 +29,10 @@ def get(store: Store, key: str, timeout: float | None, raw: bool) -> None:
     A newline follows a text. What is not text is written as it is.
     """
     value = store.get(key, timeout)
-    click.echo(value, nl=not raw and text(value) is not None)
+    put(value, nl=not raw and text(value) is not None)
 
 
-@store_command("set")
+@store_command("set", dashed=True)
 @click.argument("key")
 @click.argument("value")
 def set_(store: Store, key: str, value: str) -> None:
@@ -40,12 +40,12 @@ def set_(store: Store, key: str, value: str) -> None:
     store.set(key, given(value))
 
 
-@store_command("add", context_settings={"ignore_unknown_options": True})
+@store_command("add", dashed=True)
 @click.argument("key")
 @click.argument("amount", type=int)
 def add(store: Store, key: str, amount: int) -> None:
     """Add AMOUNT, which may be negative, to the counter KEY, and print its new value. A missing KEY is 0."""
-    click.echo(store.add(key, amount))
+    put(store.add(key, amount))
 
 
 @store_command("wait")
@@ -86,9 +86,9 @@ def watch(store: Store, prefix: str, timeout: float | None, as_json: bool, verbo
         for key, value, revision in changes:
             if as_json:
                 data = None if value is None else base64.b64encode(value).decode()
-                click.echo(json.dumps({"key": key, "value": data, "revision": revision}))
+                put(json.dumps({"key": key, "value": data, "revision": revision}))
             else:
-                click.echo("\t".join(["del", line(key)] if value is None else ["set", line(key), line(value)]))
+                put("\t".join(["del", line(key)] if value is None else ["set", line(key), line(value)]))
 
 
 @store_command("ls")
@@ -97,7 +97,7 @@ def ls(store: Store, prefix: str) -> None:
     """List the keys that start with PREFIX, sorted, one a line."""
     for key in sorted(store.list_keys()):
         if key.startswith(prefix):
-            click.echo(line(key))
+            put(line(key))
 
 
 @store_command("del")
@@ -105,7 +105,7 @@ def ls(store: Store, prefix: str) -> None:
 @click.option("--prefix", is_flag=True, help="Delete all keys and queues that start with any KEY.")
 def del_(store: Store, keys: tuple[str, ...], prefix: bool) -> None:
     """Delete the keys, and print how many there were. A key that is not there is no error."""
-    click.echo(sum(store.delete_prefix(key) if prefix else store.delete_key(key) for key in keys))
+    put(sum(store.delete_prefix(key) if prefix else store.delete_key(key) for key in keys))
 
 
 commands = {str(command.name): command for command in (get, set_, add, wait, watch, ls, del_)}

@@ -20,13 +20,14 @@ from types import FrameType
 import click
 
 from rallypoint import RallypointError, Store
-from rallypoint.cli.opening import store_command, teller, timeout_option, verbose_option
+from rallypoint.cli.opening import BY_SIGNAL, line, store_command, teller, timeout_option, verbose_option
+from rallypoint.core.machine import MAX_NAME
 from rallypoint.recipes.lock import Lock
 
 __all__ = ["command"]
 
 LOOK_S = 1.0
-NOT_EXECUTABLE, NOT_FOUND, BY_SIGNAL = 126, 127, 128
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
 """The exit codes that shells use."""
 
 
@@ -41,7 +42,8 @@ def command(store: Store, name: str, command: tuple[str, ...], timeout: float | 
     COMMAND finds a number that grows with every holder in RALLYPOINT_FENCE. On time-out, name the holder, and exit with
     3; COMMAND has not run. If the lock is lost while it runs, that is said on standard error.
     """
-    lock = Lock(store, name, os.path.basename(command[0]) or "holder", teller(verbose))
+    holder = line(os.fsencode(os.path.basename(command[0])))[:MAX_NAME] or "holder"
+    lock = Lock(store, name, holder, teller(verbose))
     lock.acquire(timeout)
     watch = _Watch(lock, name)
     try:

@@ -1,16 +1,23 @@
-"""What the commands that use a store have in common: how it is named and opened, how values are read and shown.
+"""What the commands that use a store have in common: how it is named and opened, how values are read and shown, how
+they end.
 
 A value that is text goes out with a newline, as scripts expect; any other as it is. Where one line must hold it, what
 is not printable is shown as an escape, for people; programs ask for --json, which has the exact bytes as base64.
+
+SIGTERM and SIGHUP end a command as Ctrl-C does: what waits is taken back first, so that others do not count on it.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import signal
 import sys
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -22,10 +29,24 @@ from rallypoint.store.url import parse_url
 if TYPE_CHECKING:
     from rallypoint.core.machine import Waiting
 
-__all__ = ["URL_VARIABLE", "given", "line", "store_command", "timeout_option", "teller", "text", "verbose_option"]
+__all__ = [
+    "BY_SIGNAL",
+    "URL_VARIABLE",
+    "given",
+    "line",
+    "put",
+    "store_command",
+    "teller",
+    "text",
+    "timeout_option",
+    "verbose_option",
+]
 
 URL_VARIABLE = "RALLYPOINT_URL"
 """The environment variable that names the store where `--store` does not."""
+
+BY_SIGNAL = 128
+"""What shells add to the number of the signal that ended a command."""
 
 CONNECT_S = 30.0
 """How long to try to reach a store where nobody says."""
@@ -41,8 +62,11 @@ verbose_option = click.option(
 """For commands that tell about their waiting."""
 
 
-def store_command(name: str, **settings: Any) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command of a function that takes an open store, and what its options say."""
+def store_command(name: str, dashed: bool = False) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command of a function that takes an open store, and what its options say.
+
+    Arguments of one that is `dashed` may start with a dash.
+    """
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @click.option("--store", "url", envvar=URL_VARIABLE, metavar="URL", help=f"The store.  [{URL_VARIABLE}]")
@@ -56,18 +80,64 @@ def store_command(name: str, **settings: Any) -> Callable[[Callable[..., None]],
         )
         @functools.wraps(function)
         def run(url: str | None, connect_timeout: float, **options: Any) -> None:
-            with _open(url, connect_timeout) as store:
+            with _signals(), _open(url, connect_timeout) as store:
                 try:
                     function(store, **options)
                 except rallypoint.RallypointError:
                     raise
                 except ValueError as error:  # an argument that click cannot know to be wrong
                     raise click.UsageError(str(error)) from None
+                except BrokenPipeError:  # whoever read the output went away, which click ends in silence
+                    raise
+                except OSError as error:
+                    raise click.ClickException(str(error)) from None
 
-        command: click.Command = click.command(name, click.Command, short_help=COMMANDS[name], **settings)(run)
+        kind = _DashedCommand if dashed else click.Command
+        command: click.Command = click.command(name, kind, short_help=COMMANDS[name])(run)
         return command
 
     return decorate
+
+
+class _DashedCommand(click.Command):
+    """A command of which an argument may start with a dash, as -5 does: only its own options are options."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Sort the options from the arguments first. What starts with two dashes is an option, known or not."""
+        own = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
+        takes_value = {name: not param.is_flag for param in own for name in param.opts}
+        options: list[str] = []
+        arguments: list[str] = []
+        words = iter(args)
+        for word in words:
+            if word == "--":
+                arguments += words
+            elif word in takes_value or word.startswith("--"):
+                options.append(word)
+                if takes_value.get(word):
+                    options += itertools.islice(words, 1)
+            else:
+                arguments.append(word)
+        return super().parse_args(ctx, [*options, "--", *arguments])
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """Let SIGTERM and SIGHUP raise SystemExit, once: a second one is not waited for."""
+
+    def end(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        sys.exit(BY_SIGNAL + number)
+
+    ours = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers if ours else ():
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        for number in numbers if ours else ():
+            signal.signal(number, signal.SIG_DFL)
 
 
 def _open(url: str | None, connect_s: float) -> rallypoint.Store:
@@ -89,6 +159,18 @@ def _open(url: str | None, connect_s: float) -> rallypoint.Store:
 def given(value: str) -> bytes:
     """Return the bytes that an argument stands for: its own, or all of standard input for `-`."""
     return sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
+
+
+def put(value: object, nl: bool = True) -> None:
+    """Print a value, at once."""
+    try:
+        click.echo(value, nl=nl)
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        with suppress(OSError, ValueError):  # else Python tries to write the rest once more at its end, and complains
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise click.ClickException(f"cannot write the output: {error.strerror or error}") from None
 
 
 def text(value: bytes) -> str | None:

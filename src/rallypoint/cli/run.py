@@ -14,6 +14,9 @@ from rallypoint.cli import COMMANDS
 from rallypoint.core.gang import Rules
 from rallypoint.core.rendezvous import MAX_TEXT
 from rallypoint.elastic.job import Command, Job, env_file, node_range, workers_here
+from rallypoint.elastic.routes import parse_std
+from rallypoint.server.settings import DEFAULT_PORT
+from rallypoint.store.url import parse_url
 
 __all__ = ["command"]
 
@@ -41,10 +44,11 @@ NOTED = {
     "virtual_local_rank": "LOCAL_RANK is the rank on this node",
     "duplicate_stdout_filters": "filter the log files instead",
     "duplicate_stderr_filters": "filter the log files instead",
-    "signals_to_handle": "TERM, INT, USR1 and USR2 are handled",
+    "signals_to_handle": "TERM, INT, HUP, QUIT, USR1 and USR2 are handled",
 }
 """Options of torchrun's that cannot apply: accepted, with a note why."""
 
+NOTES = f"{__name__}.notes"
 Decorator = Callable[[Any], Any]
 
 
@@ -87,12 +91,32 @@ def _conf(text: str) -> dict[str, float]:
     return told
 
 
+def _checked(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Let a function refuse what it cannot read, and keep the text."""
+
+    def check(text: str) -> str:
+        if text:
+            reader(text)
+        return text
+
+    return _read(check)
+
+
+def _endpoint(text: str) -> net.Endpoint:
+    return net.parse_endpoint(text.strip(), DEFAULT_PORT)
+
+
+def _url(text: str) -> net.Endpoint:
+    return parse_url(text).endpoint()
+
+
 def _numbers(text: str) -> tuple[int, ...]:
     return tuple(int(number) for number in text.split(",") if number.strip())
 
 
 def _note(what: str, why: str) -> None:
-    click.echo(f"rallypoint run: {what} is not needed: {why}", err=True)
+    """Keep a note for the agent to say."""
+    click.get_current_context().meta.setdefault(NOTES, []).append(f"{what} is not needed: {why}")
 
 
 def _noted(function: Any) -> Any:
@@ -109,14 +133,25 @@ def _noted(function: Any) -> Any:
 @_option("nnodes", default="1", callback=_read(node_range), help="Nodes, N or MIN:MAX.  [1]")
 @_option("nproc-per-node", default="1", callback=_read(workers_here), help="Workers here: a number, auto, cpu or gpu.")
 @_option("standalone", is_flag=True, help="One node, with a server of its own; the default with one node.")
-@_option("rdzv-endpoint", default="", help="host:port of the server; whoever has that address starts it.")
+@_option(
+    "rdzv-endpoint",
+    default="",
+    callback=_checked(_endpoint),
+    help="host:port of the server; whoever has that address starts it.",
+)
 @_option("rdzv-id", default="", help="The name of the run, the same on all nodes.")
 @_option("rdzv-conf", default="", callback=_read(_conf), help="join_timeout=…, last_call_timeout=…, in seconds.")
 @_option("max-restarts", default=0, type=click.IntRange(0), help="As --restart-budget.")
 @_option("role", default="default", help="What the workers are called.")
 @_option("log-dir", help="Where output and failure.json go.")
-@_option("redirects", "-r", default="0", help="Output to files only: 0 none, 1 out, 2 err, 3 both, or 0:1,1:3.")
-@_option("tee", "-t", default="0", help="Output to files and here: as --redirects.")
+@_option(
+    "redirects",
+    "-r",
+    default="0",
+    callback=_checked(parse_std),
+    help="Output to files only: 0 none, 1 out, 2 err, 3 both, or 0:1,1:3.",
+)
+@_option("tee", "-t", default="0", callback=_checked(parse_std), help="Output to files and here: as --redirects.")
 @_option("local-ranks-filter", callback=_read(_numbers), help="Show only these local ranks here, as 0,1.")
 @_option("node-rank", type=click.IntRange(0), help="The rank that this node asks for.")
 @_option("master-addr", default="127.0.0.1", help="As --rdzv-endpoint, with --master-port.")
@@ -125,7 +160,7 @@ def _noted(function: Any) -> Any:
 @_option("module", "-m", is_flag=True, help="SCRIPT is a module.")
 @_option("no-python", is_flag=True, help="SCRIPT is any command.")
 @_option("shutdown-timeout", type=click.FloatRange(0), help="As --grace.")
-@_option("store", ours=True, help="URL of a server that runs: tcp://host:port.")
+@_option("store", ours=True, callback=_checked(_url), help="URL of a server that runs: tcp://host:port.")
 @_option("node", ours=True, help="The name of this node, by which it gets its rank back.  [its host name]")
 @_option("restart", ours=True, type=click.Choice(["group", "node", "worker"]), default="group", show_default=True,
          help="Who starts again when a worker fails.")  # fmt: skip
@@ -200,4 +235,5 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         environment=told["env_file"] or {},
         quiet=told["quiet"],
         json=told["json"],
+        notes=tuple(click.get_current_context().meta.get(NOTES, ())),
     )

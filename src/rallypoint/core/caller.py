@@ -15,9 +15,10 @@ import msgspec
 from rallypoint.core import native
 from rallypoint.core.c10d import REPLIES_BYTES, BadMessage
 from rallypoint.core.engine import Engine
+from rallypoint.core.ledger import Ledger, Split
 from rallypoint.core.native import GARBLED, Frames, Hello, Status, Welcome, frame, unpack_length
 from rallypoint.core.objects import Objects
-from rallypoint.core.session import Ledger, Session, decode_request
+from rallypoint.core.session import Session, decode_request
 
 __all__ = ["Caller", "Sessions"]
 
@@ -140,7 +141,8 @@ class Caller:
         """Carry out the requests in what came, and return the answers. Raises BadMessage, and is of no use after."""
         size = len(data)
         if size > 4 and not self.held and unpack_length(data)[0] == size - 4:  # one frame, as nearly all of them come
-            return self._request(data[4:], now)
+            reply = self._request(data[4:], now)
+            return reply if reply.__class__ is bytes else bytes(reply)
         self._backlog.extend(self._frames.feed(data))
         replies: list[bytes] = []
         owed = 0
@@ -148,7 +150,7 @@ class Caller:
             while self._backlog and owed <= REPLIES_BYTES:
                 reply = self._request(self._backlog.popleft(), now)
                 owed += len(reply)
-                replies.append(reply)
+                replies.append(bytes(reply))
         finally:
             self.held = self._frames.held + sum(map(len, self._backlog))
         return b"".join(replies)
@@ -158,7 +160,7 @@ class Caller:
         if self.session is not None:
             self._sessions.cut(self.session, self._link, now)
 
-    def _request(self, payload: bytes, now: float) -> bytes:
+    def _request(self, payload: bytes, now: float) -> bytes | Split:
         session = self.session
         if session is None:
             return self._greet(payload)

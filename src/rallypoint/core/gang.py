@@ -9,16 +9,18 @@ Restarts. `group` is torchrun's way: one worker fails, and all nodes stop their 
 starts the workers of this node again, and `worker` only the one that failed: the others must be able to go on without
 it, and meet it again. The budget is the job's, not the node's. An exit code may mean that starting again is no use. A
 worker that dies young, again and again, is started after a pause that doubles.
+
+A round ends when a node goes. A node whose workers had all succeeded is not missed: the others go on without it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from msgspec import Struct, field
 
-__all__ = ["Act", "Decision", "Exit", "Gang", "Rules"]
+__all__ = ["Act", "Decision", "Exit", "Gang", "Rules", "Standing"]
 
 PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """How long a gang pauses after its second young death in a row, and at most."""
@@ -60,12 +62,13 @@ class Act:
 
 
 class Decision(NamedTuple):
-    """What to do, and why; to which ranks, and after how long a pause."""
+    """What to do, and why; to which ranks, after how long a pause, and because of which signal."""
 
     act: str
     reason: str
     ranks: Sequence[int] = ()
     after_s: float = 0.0
+    signal: str = ""
 
 
 class Rules(Struct, frozen=True, kw_only=True):
@@ -91,14 +94,40 @@ class Exit(NamedTuple):
     uptime_s: float
 
 
+class Standing(NamedTuple):
+    """How the nodes of a round stand, by name."""
+
+    members: Collection[str]
+    """All who were in the round when it was formed."""
+
+    here: Collection[str]
+    """Who lives, and has not come again."""
+
+    waiting: Collection[str] = ()
+    """Who waits for another round: members who came again, and newcomers."""
+
+    done: Collection[str] = ()
+    """Whose workers have all succeeded."""
+
+    @property
+    def living(self) -> set[str]:
+        """The members who live, wherever they are."""
+        return set(self.members).intersection((*self.here, *self.waiting))
+
+    @property
+    def all_done(self) -> bool:
+        """Whether all members who live have succeeded."""
+        return self.living.issubset(self.done)
+
+
 class Gang(Struct, kw_only=True):
     """The workers of one node, by global rank."""
 
     rules: Rules
     running: dict[int, None] = field(default_factory=dict)
     done: dict[int, None] = field(default_factory=dict)
-    young: int = 0
-    """How many deaths in a row were young."""
+    young: dict[int, int] = field(default_factory=dict)
+    """How many deaths in a row were young: of a rank where it alone is started again, else of all (under -1)."""
 
     signals: int = 0
     ending: str = ""
@@ -123,23 +152,44 @@ class Gang(Struct, kw_only=True):
             self.done[end.rank] = None
             if self.running:
                 return Decision(Act.WAIT, f"rank {end.rank} has succeeded; {_ranks(self.running)} still at work")
-            self.young = 0
             return Decision(Act.FINISH, "all workers of this node have succeeded")
         failed = f"rank {end.rank} failed: {end.words} after {end.uptime_s:.1f} s"
         if end.code in self.rules.final_codes:
             return self._end(Act.FAIL, f"{failed}; this exit code means that starting again is no use")
         if used > self.rules.budget:
-            spent = f"all {self.rules.budget} restarts of the job are used" if self.rules.budget else "no restarts"
+            spent = (
+                f"the budget of {self.rules.budget} restarts is used"
+                if self.rules.budget
+                else "the job has no restarts"
+            )
             return self._end(Act.FAIL, f"{failed}; {spent}")
         return self._restart(end, f"{failed}; restart {used} of {self.rules.budget}")
 
-    def changed(self, reason: str, all_done: bool = False) -> Decision:
-        """Decide when the round is over; `all_done` says that everybody who lives has succeeded."""
+    def changed(self, reason: str, now: Standing) -> Decision:
+        """Decide when the round is over."""
         if self.ending:
             return Decision(Act.WAIT, f"{reason}, while ending: {self.ending}")
-        if all_done:
+        if not self.running and now.all_done:
             return Decision(Act.FINISH, f"{reason}; all who are left have succeeded")
+        gone = set(now.members) - now.living
+        if gone and gone.issubset(now.done) and not now.waiting:
+            return Decision(Act.WAIT, f"{reason}; its workers had succeeded, so the others go on")
         return Decision(Act.REJOIN, reason)
+
+    def failed_elsewhere(self, failure: str) -> Decision:
+        """Decide when a worker of another node has failed, and all are to start again."""
+        if self.ending:
+            return Decision(Act.WAIT, f"{failure}, while ending: {self.ending}")
+        return Decision(Act.REJOIN, f"{failure}; all nodes start again")
+
+    def unstartable(self, words: str) -> Decision:
+        """Decide when a worker cannot be started at all."""
+        return self._end(Act.FAIL, words)
+
+    def excused(self, lost: str) -> Decision:
+        """Decide when it turns out that the failure which was to end the run came of the loss of a node."""
+        self.ending = ""
+        return Decision(Act.REJOIN, f"it failed because of another node: lost {lost}")
 
     def closed(self, result: str, reason: str) -> Decision:
         """Decide when the run has its result."""
@@ -148,26 +198,33 @@ class Gang(Struct, kw_only=True):
     def signal(self, name: str) -> Decision:
         """Decide on a signal that the agent got."""
         if name in FORWARDED:
-            return Decision(Act.FORWARD, f"{name} is for the workers")
+            return Decision(Act.FORWARD, f"{name} is for the workers", signal=name)
         self.signals += 1
         if self.signals > 1 and name == INTERRUPT:
-            return self._end(Act.KILL, f"{name} again")
-        return self._end(Act.LEAVE, name)
+            return self._end(Act.KILL, f"{name} again", name)
+        hint = "; again to kill them" if name == INTERRUPT else ""
+        return self._end(Act.LEAVE, f"{name}: the workers are asked to end{hint}", name)
+
+    def hurried(self, names: Sequence[str]) -> bool:
+        """Say whether these signals, which are still to be decided on and may be in any order, mean not to wait."""
+        ending = [name for name in names if name not in FORWARDED]
+        return INTERRUPT in ending and self.signals + len(ending) > 1
 
     def _restart(self, end: Exit, reason: str) -> Decision:
-        self.young = self.young + 1 if end.uptime_s < self.rules.min_uptime_s else 0
-        after_s = min(PAUSE_S * 2 ** (self.young - 2), MAX_PAUSE_S) if self.young > 1 else 0.0
+        key = end.rank if self.rules.restart == "worker" else -1
+        young = self.young[key] = self.young.get(key, 0) + 1 if end.uptime_s < self.rules.min_uptime_s else 0
+        after_s = min(PAUSE_S * 2 ** (young - 2), MAX_PAUSE_S) if young > 1 else 0.0
         if after_s:
-            reason = f"{reason}; the {self.young}th to die young in a row, so after a pause of {after_s:g} s"
-        if self.rules.restart == "worker":
-            return Decision(Act.RESTART, reason, [end.rank], after_s)
-        if self.rules.restart == "node":
-            return Decision(Act.RESTART, reason, sorted([end.rank, *self.running, *self.done]), after_s)
-        return Decision(Act.REJOIN, reason, (), after_s)
+            reason = f"{reason}, after a pause of {after_s:g} s: {young} in a row died young"
+        if self.rules.restart == "group":
+            return Decision(Act.REJOIN, reason, (), after_s)
+        ranks = [end.rank] if self.rules.restart == "worker" else sorted([end.rank, *self.running, *self.done])
+        self.started(ranks)  # as good as: nobody is done before they are
+        return Decision(Act.RESTART, reason, ranks, after_s)
 
-    def _end(self, act: str, reason: str) -> Decision:
+    def _end(self, act: str, reason: str, signal: str = "") -> Decision:
         self.ending = self.ending or reason
-        return Decision(act, reason)
+        return Decision(act, reason, signal=signal)
 
 
 def _ranks(ranks: dict[int, None]) -> str:

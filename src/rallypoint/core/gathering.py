@@ -15,11 +15,15 @@ from msgspec import Meta, Struct
 
 from rallypoint.core.machine import MAX_MEMBERS, Call
 
-__all__ = ["Form", "Hold", "Limits", "Node", "Refuse", "Situation", "chosen", "decide", "few", "ranks_for"]
+__all__ = ["Form", "Hold", "Limits", "Node", "Refuse", "Situation", "chosen", "decide", "few", "ranks_for", "wait_s"]
+
+ABSENT_S = 3.0
+"""How long a round waits for those of the last one who live and have not come again, at least."""
 
 SHOWN = 20
 """How many names a reason lists."""
 
+MAX_LAST_CALL_S = 1e7
 Count = Annotated[int, Meta(ge=1, le=MAX_MEMBERS)]
 
 
@@ -28,7 +32,7 @@ class Limits(Struct, frozen=True, array_like=True):
 
     min_nodes: Count = 1
     max_nodes: Count = 1
-    last_call_s: Annotated[float, Meta(ge=0)] = 0.0
+    last_call_s: Annotated[float, Meta(ge=0, le=MAX_LAST_CALL_S)] = 0.0
 
 
 class Node(Struct, frozen=True, array_like=True):
@@ -108,7 +112,8 @@ def decide(now: Situation) -> Form | Hold | Refuse:
         return Hold(f"{here} of at least {least} nodes: waiting for {least - here}{back}")
     if now.last_call_over:
         return Form(
-            f"{min(here, most)} of at most {most} nodes came before the last call of {last_call_s:g} s was over"
+            f"{min(here, most)} of at most {most} nodes came before the last call of "
+            f"{wait_s(limits, now.absent):g} s was over"
         )
     if now.last and not now.absent and now.highest < here:
         return Form(f"everybody of the last round is back: {here} of at most {most} nodes")
@@ -116,8 +121,12 @@ def decide(now: Situation) -> Form | Hold | Refuse:
         return Form(f"{here} of at most {most} nodes are here, and there is no last call")
     asked = f"; rank {now.highest} is asked for" if now.highest >= here else ""
     enough = f"{here} nodes are " + (f"enough, and up to {most} may come" if here < most else f"here for {most} places")
-    call = f": last call of {last_call_s:g} s" if last_call_s else ""
-    return Hold(f"{enough}{call}{back}{asked}", last_call=bool(last_call_s))
+    return Hold(f"{enough}: last call of {wait_s(limits, now.absent):g} s{back}{asked}", last_call=True)
+
+
+def wait_s(limits: Limits, absent: Collection[str]) -> float:
+    """Return how long last call is; those who have not come again get a while in any case."""
+    return max(limits.last_call_s, ABSENT_S) if absent else limits.last_call_s
 
 
 def chosen(waiting: Sequence[Node], last: Mapping[str, int], most: int) -> Sequence[Node]:
@@ -166,7 +175,7 @@ def _refuse(now: Situation) -> Refuse | None:
         return None
     what, mine, theirs = now.differs or ("", "", "")
     if not what and newcomer.host != origin.host and (newcomer.loopback or origin.loopback):
-        what = "endpoint"
+        what = "endpoint (use an address that every node can reach, not localhost)"
         mine, theirs = (f"{node.host}, {'loopback' if node.loopback else 'network'}" for node in (newcomer, origin))
     if not what:
         return None

@@ -16,7 +16,8 @@ Rules
 - `stamp` is a number that the host makes larger with every change of the state, for ever, also over the end of a
   machine: numbers that must never come twice are taken from it.
 - `why(call)` says what a waiting call waits for; it may cost more than a step, for it is asked only now and then.
-- A machine that is `idle` has nothing to remember, and may be dropped.
+- A machine that is `idle` has nobody, and may be dropped. One that `lasts` is to be remembered for a while: it is
+  `put_away`, and sheds what those who come next need not find.
 - What has to happen after a while is an `alarm`: a number, and a duration. Whoever hosts the machine lets it `ring`
   when that much time has passed, by its own clock, since it first saw the number.
 """
@@ -155,6 +156,8 @@ class Machine(Struct):
     """The state of one shared object."""
 
     kind: ClassVar[str]
+    comes_again: ClassVar[bool] = False
+    """Whether a call that has lost its place while it did not look takes another."""
 
     def apply(self, call: Call, command: Any, stamp: int) -> Step:
         """Carry out a command, or look at one that waits."""
@@ -187,13 +190,20 @@ class Machine(Struct):
 
     @property
     def idle(self) -> bool:
-        """Whether there is nothing to remember."""
+        """Whether nobody is here."""
         raise NotImplementedError
 
     @property
     def lasts(self) -> bool:
         """Whether it should be remembered for a while, though idle."""
         return False
+
+    def put_away(self, most: int) -> int:
+        """Shed what need not be remembered, and the oldest if the rest is above so many bytes; return how many it is.
+
+        Only of a machine that is idle and lasts.
+        """
+        raise NotImplementedError
 
 
 def listed(names: Sequence[str]) -> str:

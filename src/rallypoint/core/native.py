@@ -40,7 +40,9 @@ __all__ = [
     "Request",
     "Status",
     "Welcome",
+    "encode",
     "frame",
+    "pack_length",
     "unpack_length",
 ]
 
@@ -230,7 +232,7 @@ class Beat(Request, tag=27):
 
 
 Commands = (
-    barrier.Arrive | barrier.Withdraw
+    barrier.Arrive | barrier.Withdraw | barrier.Leave | barrier.Stay
     | exchange.Give | exchange.TakeBack
     | lock.Acquire | lock.Look | lock.Release
     | roster.Join | roster.Leave | roster.Watch | roster.Look
@@ -269,12 +271,16 @@ READS = (Get, Check, Wait, MultiGet, Count, List, QueueLen, Ping)
 
 def frame(body: Any) -> bytes:
     """Encode one frame."""
-    payload = _encode(body)
-    return _pack(len(payload)) + payload
+    payload = encode(body)
+    return pack_length(len(payload)) + payload
 
 
-_encode = msgspec.msgpack.Encoder().encode
-_pack = _LENGTH.pack
+encode = msgspec.msgpack.Encoder().encode
+"""Encode what is in a frame."""
+
+pack_length = _LENGTH.pack
+"""Write the length in front of a frame."""
+
 unpack_length = _LENGTH.unpack_from
 """Read the length in front of a frame, as a tuple of one."""
 

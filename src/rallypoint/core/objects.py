@@ -3,7 +3,10 @@
 A call that must wait is parked in the engine as any other wait is, so its deadline, its owner's end and a `drop` are
 the engine's. Its deadline is not the caller's: it is when the caller wants to hear why it still waits, and it then
 looks again with the same call. Machines hear of sessions that have ended. One that is idle is dropped, unless a call
-that was between two looks when its wait ended has yet to look. What machines keep counts as the engine's bytes do.
+that was between two looks when its wait ended has yet to look. What machines keep counts as the engine's bytes do, and
+so does what is kept for such a call: its round, as it was counted before, until it looks or its session ends.
+
+A few idle machines are remembered, for those who come back: so many, and so many bytes, of which no session is charged.
 """
 
 from __future__ import annotations
@@ -13,13 +16,19 @@ from typing import Any, NamedTuple
 import msgspec
 
 from rallypoint.core.engine import ENTRY_BYTES, Engine
-from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Refused, Step, Undo, Waiting
-from rallypoint.core.records import Waiter, Watch
+from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
+from rallypoint.core.records import Shared, Waiter, Watch
 
 __all__ = ["Objects"]
 
-MAX_IDLE = 1024
+MAX_IDLE = 256
 """How many machines are remembered though they are idle."""
+
+MAX_IDLE_BYTES = 16 * 1024 * 1024
+"""How much they may keep: the ranks of one run of as many nodes as there may be."""
+
+SHARED_BYTES = 1024
+"""From what size on an answer that many get is kept once for all; what is shorter costs more that way."""
 
 Place = tuple[type[Machine], bytes]
 Held = tuple[Place, str]
@@ -42,6 +51,19 @@ class _Alarm(NamedTuple):
     due: float
 
 
+class _Late:
+    """The calls at one place that have yet to look how their wait ended, and what is counted for them."""
+
+    __slots__ = ("calls", "round", "size")
+
+    def __init__(self) -> None:
+        self.calls: set[str] = set()
+        self.round = 0
+        """What the largest round that ended since made the machine keep."""
+
+        self.size = 0
+
+
 class Objects:
     """All machines of one server."""
 
@@ -53,9 +75,11 @@ class Objects:
         self._machines: dict[Place, Machine] = {}
         self._pending: dict[Held, _Pending] = {}
         self._held: dict[str, dict[Held, int]] = {}
-        self._late: dict[Place, set[str]] = {}
+        self._late: dict[Place, _Late] = {}
+        self._latecomers: dict[str, dict[Held, None]] = {}
         self._alarms: dict[Place, _Alarm] = {}
-        self._idle: dict[Place, None] = {}
+        self._idle: dict[Place, int] = {}
+        self._idle_bytes = 0
 
     def act(
         self, name: bytes, call: Call, command: Command, owner: Any, now: float, timeout_s: float, tag: object
@@ -74,14 +98,13 @@ class Objects:
         if self._late:
             self._looked(held)
         if self._idle:
-            self._idle.pop(place, None)
+            self._idle_bytes -= self._idle.pop(place, 0)
         self._machines[place] = machine
         step = machine.apply(call, command, self._engine.revision + 1)
-        if step.outcome is not WAIT:
-            self._settle(held, machine, call.session)
-        self._follow_up(place, machine, step, now)
-        if isinstance(step.outcome, (Done, Refused)):
-            return step.outcome
+        freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
+        outcome = self._follow_up(place, machine, step, now, freed)
+        if isinstance(outcome, (Done, Refused)):
+            return outcome
         waiter = self._engine.park_call(name, owner, now + timeout_s, tag)
         self._pending[held] = waiter.call = _Pending(call, command, waiter)
         return waiter
@@ -101,10 +124,9 @@ class Objects:
             self._engine.charge(b"", -size)
             self._pending.pop(held_call, None)
         places = dict.fromkeys(place for place, _ in held)
-        for place in list(self._late):
-            for call_id in [late for late in self._late[place] if late.startswith(f"{session}/")]:
-                places[place] = None
-                self._looked((place, call_id))
+        for late in list(self._latecomers.get(session, ())):
+            places[late[0]] = None
+            self._looked(late)
         for place in places:
             machine = self._machines.get(place)
             if machine is not None:
@@ -128,38 +150,48 @@ class Objects:
             self._follow_up(place, machine, step, set_now.due)
         return b""
 
-    def _follow_up(self, place: Place, machine: Machine, step: Step, now: float) -> None:
-        """After a step: number the change, answer those who need wait no more, and drop a machine that is idle."""
+    def _follow_up(self, place: Place, machine: Machine, step: Step, now: float, freed: int = 0) -> Outcome:
+        """After a step: number the change, answer those who need wait no more, and drop a machine that is idle.
+
+        `freed` is what is no longer counted for the caller. Returns the step's outcome, as part of which others get.
+        """
         if step.changed:
             self._engine.revision += 1
         for call in step.dropped:
             self._settle((place, call.id), machine, call.session)
-        encoded: dict[int, tuple[Any, msgspec.Raw]] = {}
+        encoded: _Encoded = {}
         for call in step.woken:
             held = (place, call.id)
-            self._settle(held, machine, call.session)
+            freed += self._settle(held, machine, call.session)
             pending = self._pending.get(held)
             if pending is None:
-                self._late.setdefault(place, set()).add(held[1])
+                self._late.setdefault(place, _Late()).calls.add(held[1])
+                self._latecomers.setdefault(call.session, {})[held] = None
                 continue
             outcome = step.told or machine.apply(call, pending.command, self._engine.revision + 1).outcome
             if isinstance(outcome, (Done, Refused)):
                 del self._pending[held]
                 self._engine.answer_call(pending.waiter, _encoded_once(outcome, encoded))
-        if machine.idle and place not in self._late:
+        if self._late and place in self._late:
+            self._count_late(place, freed)
+        elif machine.idle:
             self._put_away(place, machine)
         if machine.alarm is not None or place in self._alarms:
             self._set_alarm(place, machine, now)
+        return _shared(step.outcome, encoded) if encoded else step.outcome
 
     def _put_away(self, place: Place, machine: Machine) -> None:
-        """Drop an idle machine; of those that should last, drop the one that has been idle the longest."""
+        """Drop an idle machine; of those that should last, drop those that have been idle the longest."""
         if not machine.lasts:
             self._machines.pop(place, None)
             return
-        self._idle[place] = None
-        if len(self._idle) > MAX_IDLE:
+        self._idle_bytes -= self._idle.pop(place, 0)
+        self._idle[place] = size = machine.put_away(MAX_IDLE_BYTES)
+        self._idle_bytes += size
+        while len(self._idle) > MAX_IDLE or self._idle_bytes > MAX_IDLE_BYTES:
             oldest = next(iter(self._idle))
-            del self._idle[oldest], self._machines[oldest]
+            self._idle_bytes -= self._idle.pop(oldest)
+            del self._machines[oldest]
 
     def _set_alarm(self, place: Place, machine: Machine, now: float) -> None:
         """Have the engine tell us when the machine's alarm is due, as it tells any wait that its time is over."""
@@ -173,13 +205,28 @@ class Objects:
             due = now + machine.alarm[1]
             self._alarms[place] = _Alarm(machine.alarm, self._engine.park_call(place[1], self, due, place), due)
 
+    def _count_late(self, place: Place, freed: int) -> None:
+        """Go on counting a round, of which nothing waits any more, for those who have yet to look how it ended."""
+        late = self._late[place]
+        late.round = max(late.round, freed)
+        size = late.round + len(late.calls) * (len(place[1]) + ENTRY_BYTES)
+        self._engine.size += size - late.size  # it is here, so it is too late to refuse it
+        late.size = size
+
     def _looked(self, held: Held) -> None:
+        """Note that a call, if it was late, is so no more."""
         place, call_id = held
         late = self._late.get(place)
-        if late is not None:
-            late.discard(call_id)
-            if not late:
-                del self._late[place]
+        if late is None or call_id not in late.calls:
+            return
+        late.calls.remove(call_id)
+        session = call_id.rpartition("/")[0]
+        del self._latecomers[session][held]
+        if not self._latecomers[session]:
+            del self._latecomers[session]
+        if not late.calls:
+            self._engine.size -= late.size
+            del self._late[place]
 
     def _make_room(self, held: Held, machine: Machine, call: Call, command: Command) -> None:
         """Count what a call will make the machine keep; refuse it, before anything changes, where the store is full."""
@@ -190,24 +237,38 @@ class Objects:
         if size:
             self._held.setdefault(call.session, {})[held] = size
 
-    def _settle(self, held: Held, machine: Machine, session: str) -> None:
-        """Stop counting a call of which the machine keeps nothing."""
+    def _settle(self, held: Held, machine: Machine, session: str) -> int:
+        """Stop counting a call of which the machine keeps nothing; return how much that was."""
         theirs = self._held.get(session)
-        if theirs is not None and held in theirs and not machine.keeps(held[1]):
-            self._engine.charge(b"", -theirs.pop(held))
-            if not theirs:
-                del self._held[session]
+        if theirs is None or held not in theirs or machine.keeps(held[1]):
+            return 0
+        freed = theirs.pop(held)
+        self._engine.charge(b"", -freed)
+        if not theirs:
+            del self._held[session]
+        return freed
 
 
-def _encoded_once(outcome: Done | Refused, encoded: dict[int, tuple[Any, msgspec.Raw]]) -> Done | Refused:
-    """Encode a list that many get only once."""
-    if not isinstance(outcome, Done) or not isinstance(outcome.answer, list):
+_Encoded = dict[int, tuple[Any, msgspec.Raw | Shared]]
+"""Answers by their id, and what they are encoded: the answer is kept, so that its id is no other's."""
+
+
+def _encoded_once(outcome: Done | Refused, encoded: _Encoded) -> Done | Refused:
+    """Encode what many get only once."""
+    if not isinstance(outcome, Done) or not isinstance(outcome.answer, (list, bytes)):
         return outcome
-    same, answer = encoded.get(id(outcome.answer), (None, msgspec.Raw()))
-    if same is not outcome.answer:
-        answer = msgspec.Raw(_encode(outcome.answer))
-        encoded[id(outcome.answer)] = (outcome.answer, answer)  # which keeps it, so that its id is no other's
-    return Done(answer)
+    if id(outcome.answer) not in encoded:
+        data = _encode(outcome.answer)
+        encoded[id(outcome.answer)] = outcome.answer, Shared(data) if len(data) >= SHARED_BYTES else msgspec.Raw(data)
+    return Done(encoded[id(outcome.answer)][1])
+
+
+def _shared(outcome: Outcome, encoded: _Encoded) -> Outcome:
+    """Return an outcome as others get it too, if they do and it is large."""
+    if not isinstance(outcome, Done) or id(outcome.answer) not in encoded:
+        return outcome
+    answer = encoded[id(outcome.answer)][1]
+    return Done(answer) if isinstance(answer, Shared) else outcome
 
 
 _encode = msgspec.msgpack.Encoder().encode

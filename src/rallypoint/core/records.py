@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.core.machine import Done, Refused, Waiting
 
-__all__ = ["Answer", "Event", "Statistics", "Swap", "TimedOut", "Turn", "Want", "Waiter", "Watch", "show"]
+__all__ = ["Answer", "Event", "Shared", "Statistics", "Swap", "TimedOut", "Turn", "Want", "Waiter", "Watch", "show"]
 
 
 def show(key: bytes) -> str:
@@ -98,6 +98,16 @@ class Turn:
         self.key = key
         self.owner = owner
         self.aged = False
+
+
+class Shared:
+    """An answer to many, encoded, of which there is to be one copy; and how many of them have it kept."""
+
+    __slots__ = ("data", "holders")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.holders = 0
 
 
 Answer = None | bytes | list[bytes] | Turn | TimedOut | Event | Done | Refused | Waiting

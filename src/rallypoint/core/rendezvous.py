@@ -15,12 +15,11 @@ it first saw that number, by its own clock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Annotated, Any
 
 from msgspec import Meta, field
 
-from rallypoint.core.gathering import Hold, Limits, Node, Refuse, Situation, chosen, decide, few, ranks_for
+from rallypoint.core.gathering import Hold, Limits, Node, Refuse, Situation, chosen, decide, few, ranks_for, wait_s
 from rallypoint.core.machine import (
     MAX_MEMBERS,
     WAIT,
@@ -40,6 +39,8 @@ __all__ = ["Close", "Join", "Leave", "Look", "Open", "Rendezvous", "Watch", "Wit
 
 MAX_SETTINGS = 256
 MAX_TEXT = 1024
+PAST_BYTES = 120
+"""What it costs to remember a rank, beside its node's name; near enough for a limit."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
@@ -110,6 +111,7 @@ class Rendezvous(Machine, kw_only=True):
     """The round that stands or stood last, and who waits for the next."""
 
     kind = "rendezvous"
+    comes_again = True
 
     run: int = 0
     """When it was opened; 0 for the first of its name."""
@@ -146,6 +148,9 @@ class Rendezvous(Machine, kw_only=True):
 
     asked: dict[int, str] = field(default_factory=dict)
     """The ranks that nodes who are here asked for, and their names."""
+
+    spares: dict[str, None] = field(default_factory=dict)
+    """Those who wait and have seen a round stand without them."""
 
     watchers: dict[str, Call] = field(default_factory=dict)
     last_call: int = 0
@@ -192,7 +197,7 @@ class Rendezvous(Machine, kw_only=True):
     @property
     def alarm(self) -> tuple[int, float] | None:
         """Last call, while it is on."""
-        return (self.last_call, self.limits.last_call_s) if self.last_call else None
+        return (self.last_call, wait_s(self.limits, self.nodes)) if self.last_call else None
 
     def keeps(self, call_id: str) -> bool:
         """Say whether a call made a node that is here, or watches."""
@@ -207,12 +212,13 @@ class Rendezvous(Machine, kw_only=True):
         """Say what a node waits for."""
         if call.id in self.watchers:
             return Waiting(f"round {self.number} stands: {self.reason}")
+        spare = call.member in self.spares
         if not self.over:
             reason = f"round {self.number} has all of its {self.limits.max_nodes} nodes; this one is a spare"
             return Waiting(reason, stands_by=True)
         latest = next(reversed(self.waiting.values()), None)
         joined = "" if latest is None else f"; last joined {latest.call}"
-        return Waiting(f"{decide(self._situation())[0]}{joined}", tuple(self.nodes))
+        return Waiting(f"{decide(self._situation())[0]}{joined}", tuple(self.nodes), stands_by=spare)
 
     @property
     def idle(self) -> bool:
@@ -221,8 +227,22 @@ class Rendezvous(Machine, kw_only=True):
 
     @property
     def lasts(self) -> bool:
-        """Whether there is a result, which those who come late must hear, or a run before this one."""
-        return self.closed is not None or self.run > 0
+        """Whether there is a result, which those who come late must hear, or a round, whose ranks may be asked for."""
+        return self.closed is not None or self.run > 0 or self.number > 0
+
+    def put_away(self, most: int) -> int:
+        """Keep how the run stands; and while it is open, who had which rank lately."""
+        self.settings = {}  # those of whoever comes next are as good
+        if self.closed is not None:
+            self.past = {}
+        texts = (self.over, self.reason, *self.first, *(self.closed or ()))
+        size = sum(map(len, (*texts, *self.past))) + PAST_BYTES * (len(self.past) + len(texts))
+        for name in list(self.past) if size > most else ():
+            if size <= most:
+                break
+            del self.past[name]
+            size -= len(name) + PAST_BYTES
+        return size
 
     # Inside
 
@@ -280,11 +300,11 @@ class Rendezvous(Machine, kw_only=True):
         """Return the first setting that a newcomer has otherwise."""
         if command.limits == self.limits and command.settings == self.settings:
             return None
-        mine, theirs = _settings(command.limits, command.settings), _settings(self.limits, self.settings)
-        what = next((name for name in {**theirs, **mine} if mine.get(name) != theirs.get(name)), None)
-        if what is None:  # seconds that differ by less than one can see
-            return None
-        return what, mine.get(what, "not set"), theirs.get(what, "not set")
+        for mine, theirs in (_told(command.limits), _told(self.limits)), (command.settings, self.settings):
+            for what in {**theirs, **mine}:
+                if mine.get(what) != theirs.get(what):
+                    return what, mine.get(what, "not set"), theirs.get(what, "not set")
+        return None  # seconds that differ by less than one can see
 
     def _here(self, name: str) -> Node:
         return self.waiting.get(name) or self.nodes[name]
@@ -303,6 +323,7 @@ class Rendezvous(Machine, kw_only=True):
             del self.asked[node.rank]
         nodes = self.waiting if self.waiting.get(node.name) is node else self.nodes
         del nodes[node.name]
+        self.spares.pop(node.name, None)
 
     def _watch(self, call: Call, scope: int) -> Step:
         if self.closed is not None:
@@ -374,6 +395,8 @@ class Rendezvous(Machine, kw_only=True):
         if not self.nodes and not self.waiting:  # whoever comes next begins anew
             self.origin, self.past, self.ranks = None, self._remembered(), {}
         if not self.over or self.closed is not None:
+            if newcomer is not None:
+                self.spares[newcomer.name] = None
             return Step(outcome, True, woken)
         decision = decide(self._situation(over=last_call_over))
         if isinstance(decision, Hold):
@@ -395,6 +418,7 @@ class Rendezvous(Machine, kw_only=True):
         self.ranks = ranks_for(nodes, self.ranks, self.past)
         self.nodes = {node.name: node for node in nodes}
         self.waiting = {name: node for name, node in self.waiting.items() if name not in self.nodes}
+        self.spares = dict.fromkeys(self.waiting)
         head = self.nodes[next(iter(self.ranks))]
         self.first = (head.name, head.address or head.host)
         self.number += 1
@@ -450,5 +474,5 @@ for _command in (Join, Withdraw, Leave, Watch, Close, Open, Look):
     _command.machine = Rendezvous
 
 
-def _settings(limits: Limits, settings: Mapping[str, str]) -> dict[str, str]:
-    return {name: f"{getattr(limits, name):g}" for name in limits.__struct_fields__} | dict(settings)
+def _told(limits: Limits) -> dict[str, str]:
+    return {name: f"{getattr(limits, name):g}" for name in limits.__struct_fields__}

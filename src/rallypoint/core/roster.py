@@ -35,12 +35,13 @@ from rallypoint.core.machine import (
     listed,
 )
 
-__all__ = ["Join", "Leave", "Look", "Roster", "Watch"]
+__all__ = ["MAX_DEVICES", "Join", "Leave", "Look", "Roster", "Watch"]
 
 KEPT = 256
 """How many events are remembered."""
 
 MAX_DEVICES = 1024
+"""How many devices a member may have."""
 
 DeviceMap = Annotated[dict[Name, Name], Meta(max_length=MAX_DEVICES)]
 

@@ -6,7 +6,8 @@ owned. `Sessions` keeps them by id and knows when the next grace ends.
 
 Exactly once: the answer of every request that changes something is kept until the client confirms it. A number that
 was seen before is a repetition: it gets the kept answer, or none yet if it still waits, or, when it only reads, a new
-one. Pushes are numbered and kept until seen. Both are bounded: a client that confirms nothing loses its session.
+one. Pushes are numbered and kept until seen. Both are bounded: a client that confirms nothing loses its session. What
+the ranks of an exchange get is kept once for all of them, and counted once (`core/ledger.py`).
 
 `core/caller.py` has the connections that carry sessions, and keeps all sessions of a server.
 """
@@ -22,13 +23,14 @@ import msgspec
 from rallypoint.core import native
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.engine import Engine
+from rallypoint.core.ledger import Ledger, Split
 from rallypoint.core.machine import Call, Done, Refused, Waiting
 from rallypoint.core.native import Request, Status, frame
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import Answer, Event, TimedOut, Waiter, Want, Watch
+from rallypoint.core.records import Answer, Event, Shared, TimedOut, Waiter, Want, Watch, show
 from rallypoint.errors import LimitExceeded, StoreError
 
-__all__ = ["Ledger", "Session", "decode_request"]
+__all__ = ["Session", "decode_request"]
 
 MAX_KEPT, MAX_PUSHES = 8192, 131_072
 """How many answers, and how many pushes, a session may leave unconfirmed; their bytes are counted in a `Ledger`."""
@@ -38,17 +40,6 @@ SHARE = 64
 
 PUSH_BYTES = 120
 """What a kept push costs beside its own bytes; near enough for a limit."""
-
-
-class Ledger:
-    """What all sessions of a server make it keep, in bytes, and how much that may be: in one answer, and in all."""
-
-    __slots__ = ("answer_limit", "kept", "limit")
-
-    def __init__(self, answer_limit: int = 1 << 62, limit: int = 1 << 62) -> None:
-        self.answer_limit = answer_limit
-        self.limit = limit
-        self.kept = 0
 
 
 decode_request = msgspec.msgpack.Decoder(
@@ -110,7 +101,7 @@ class Session:
         self._engine = engine
         self._objects = objects
         self._highest = 0
-        self._kept: dict[int, bytes] = {}
+        self._kept: dict[int, bytes | Split] = {}
         self._waiting: dict[int, Waiter] = {}
         self._watches: dict[int, Watch] = {}
         self._suspended: set[int] = set()
@@ -152,7 +143,7 @@ class Session:
         """The keys that requests of this session wait for."""
         return tuple(key for waiter in self._waiting.values() for key in waiter.keys)
 
-    def request(self, request: Request, now: float) -> bytes:
+    def request(self, request: Request, now: float) -> bytes | Split:
         """Carry out a request; return its answer, or nothing where that comes later."""
         number = request.number
         kind = request.__class__
@@ -169,19 +160,23 @@ class Session:
                 self._suspended.discard(number)
             elif kind not in _READS:
                 raise BadMessage(f"request {number} came again after it was confirmed")
+        reply: bytes | Split
         try:
             answer = _DO[kind](self, request, now)
         except StoreError as error:
-            reply = frame((number, Status.ERROR, (type(error).__name__, error.__dict__)))
+            reply = _error(number, error)
         else:
             if answer is _LATER:
                 return b""
-            reply = frame((number, Status.OK, answer)) if answer.__class__ in _SMALL else self._reply(number, answer)
+            if answer.__class__ in _SMALL:
+                reply = frame((number, Status.OK, answer))
+            else:
+                reply = self._reply(number, answer, request.name if isinstance(request, native.Act) else b"")
         if kind not in _READS:
             self._keep(number, reply)
         return reply
 
-    def answer(self, handle: Waiter | Watch, answer: Answer) -> bytes:
+    def answer(self, handle: Waiter | Watch, answer: Answer) -> bytes | Split:
         """Return what to send when the engine answered a wait, or has an event for a watch."""
         number = handle.tag
         assert isinstance(number, int)
@@ -197,7 +192,7 @@ class Session:
             self._taken[number] = (handle.keys[0], answer)
         if handle.want is Want.CALL and isinstance(answer, TimedOut):
             answer = self._objects.why(handle)
-        reply = self._reply(number, answer)
+        reply = self._reply(number, answer, handle.keys[0])
         if handle.want in (Want.ITEM, Want.COUNT, Want.CALL):  # the others only read, and may do so again
             self._keep(number, reply)
         return reply
@@ -207,6 +202,7 @@ class Session:
         for key, item in reversed(self._taken.values()):
             self._engine.queue_push(key, item, front=True)
         self._taken.clear()
+        self._forget(list(self._kept))
         self._count(-self._kept_bytes)
 
     def suspend(self) -> None:
@@ -224,17 +220,21 @@ class Session:
 
     # Inside
 
-    def _reply(self, number: int, answer: Any) -> bytes:
+    def _reply(self, number: int, answer: Any, key: bytes) -> bytes | Split:
         kind = answer.__class__
         if kind is TimedOut:
             return frame((number, Status.TIMED_OUT, answer.missing))
+        if kind is Done and answer[0] is None:
+            return frame((number, Status.OK, (native.DONE, None)))
         if kind in _OUTCOMES:
-            return frame((number, Status.OK, (_OUTCOMES[kind], *answer)))
+            shared = kind is Done and answer[0].__class__ is Shared
+            reply = Split(number, answer[0]) if shared else frame((number, Status.OK, (_OUTCOMES[kind], *answer)))
+            limit = min(self._ledger.answer_limit, self._ledger.limit)  # for it is kept
+            return reply if len(reply) <= limit else _too_long(number, key, len(reply), limit)
         if (kind is list or kind is tuple) and answer and answer[0].__class__ is bytes:
-            size = sum(map(len, answer))
-            if size > self._ledger.answer_limit:
-                error = LimitExceeded(what="answer", key="", size=size, limit=self._ledger.answer_limit)
-                return frame((number, Status.ERROR, (type(error).__name__, error.__dict__)))
+            size, limit = sum(map(len, answer)), self._ledger.answer_limit
+            if size > limit:
+                return _too_long(number, b"", size, limit)
         return frame((number, Status.OK, answer))
 
     def _push(self, number: int, event: Event) -> bytes:
@@ -248,13 +248,23 @@ class Session:
         self.over = bool(self.overdue)
         return push
 
-    def _keep(self, number: int, reply: bytes) -> None:
+    def _keep(self, number: int, reply: bytes | Split) -> None:
         self._kept[number] = reply
         size, ledger = len(reply), self._ledger
         self._kept_bytes += size
-        ledger.kept += size
+        ledger.kept += reply.hold() if isinstance(reply, Split) else size
         if len(self._kept) > MAX_KEPT or ledger.kept > ledger.limit:
             self.late = True
+
+    def _forget(self, numbers: list[int]) -> None:
+        """Keep these answers no more."""
+        size = freed = 0
+        for number in numbers:
+            reply = self._kept.pop(number)
+            size += len(reply)
+            freed += reply.let_go() if isinstance(reply, Split) else len(reply)
+        self._kept_bytes -= size
+        self._ledger.kept -= freed
 
     def _count(self, size: int) -> None:
         self._kept_bytes += size
@@ -328,11 +338,11 @@ class Session:
 
     def _confirm(self, request: native.Confirm, now: float) -> Any:
         still = set(request.open)
-        freed = 0
-        for number in [number for number in self._kept if number <= request.last and number not in still]:
-            freed += len(self._kept.pop(number))
-            self._taken.pop(number, None)
-        self._count(-freed)
+        numbers = [number for number in self._kept if number <= request.last and number not in still]
+        self._forget(numbers)
+        if self._taken:
+            for number in numbers:
+                self._taken.pop(number, None)
         self._seen(request.pushes)
         self.late = bool(self.overdue)
         return _LATER
@@ -369,6 +379,14 @@ class Session:
     def _bye(self, request: native.Bye, now: float) -> Any:
         self._taken.clear()  # who says goodbye has seen its answers
         self.over = True
+
+
+def _error(number: int, error: StoreError) -> bytes:
+    return frame((number, Status.ERROR, (type(error).__name__, error.__dict__)))
+
+
+def _too_long(number: int, key: bytes, size: int, limit: int) -> bytes:
+    return _error(number, LimitExceeded(what="answer", key=show(key), size=size, limit=limit))
 
 
 _LATER = object()

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rallypoint.core.c10d import BadMessage, Conversation
 from rallypoint.core.caller import Caller
+from rallypoint.core.ledger import Split
 from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.core.records import show
 
@@ -49,12 +50,13 @@ class Face(Protocol):
 class Connection(asyncio.Protocol):
     """The server's side of one socket."""
 
-    __slots__ = ("_early", "_held", "_house", "_paused", "_transport", "face")
+    __slots__ = ("_early", "_held", "_house", "_paused", "_shared", "_transport", "face")
 
     def __init__(self, house: House) -> None:
         self._house = house
         self._paused = False
         self._held = 0
+        self._shared = 0  # of what was written since the transport was last able to keep up, what others get too
         self._early = b""
         self.face: Face | None = None
 
@@ -98,17 +100,24 @@ class Connection(asyncio.Protocol):
         self._paused = True
         self._transport.pause_reading()
         if self.face is not None:
-            self._hold(self.face.held + self._transport.get_write_buffer_size())
+            self._hold(self.face.held + self._unsent())
 
     def resume_writing(self) -> None:
         self._paused = False
+        self._shared = 0
         self._go_on()
 
     # What the house calls
 
-    def send(self, data: bytes) -> None:
-        """Send an answer that became ready later."""
-        self._transport.write(data)
+    def send(self, data: bytes | Split) -> None:
+        """Send an answer that became ready later; of what others get too, no copy is made, and it is counted once."""
+        if isinstance(data, Split):
+            self._shared += len(data.body.data)  # first, for the transport may call pause_writing
+            self._transport.writelines((data.head, data.body.data))
+            if not self._paused:  # it keeps up
+                self._shared = 0
+        else:
+            self._transport.write(data)
 
     def drop(self, why: str) -> None:
         """Close the connection because of what the peer did, and say so in the log."""
@@ -161,11 +170,15 @@ class Connection(asyncio.Protocol):
 
     def _settle(self, face: Face) -> None:
         """Count what is held for the peer, and read no more from one that has to take its answers first."""
-        self._hold(face.held + self._transport.get_write_buffer_size())
+        self._hold(face.held + self._unsent())
         if face.blocked:
             self._transport.pause_reading()
             if not self._paused:
                 asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _unsent(self) -> int:
+        """Return how many bytes are written and not sent, but for those that the sessions' ledger counts."""
+        return max(0, self._transport.get_write_buffer_size() - self._shared)
 
     def _go_on(self) -> None:
         """After answers were sent: carry out what waited for that, then read on."""

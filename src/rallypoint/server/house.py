@@ -22,9 +22,10 @@ from rallypoint import net
 from rallypoint.core.c10d import Conversation
 from rallypoint.core.caller import Sessions
 from rallypoint.core.engine import Engine
+from rallypoint.core.ledger import Ledger, Split
 from rallypoint.core.objects import Objects
 from rallypoint.core.records import show
-from rallypoint.core.session import Ledger, Session
+from rallypoint.core.session import Session
 from rallypoint.server.connection import Connection
 from rallypoint.server.doors import Doors
 from rallypoint.server.settings import Settings
@@ -191,7 +192,7 @@ class House:
             for handle, answer in self.engine.take():
                 owner = handle.owner
                 assert isinstance(owner, (Conversation, Session, Objects))
-                data = owner.answer(handle, answer)
+                data: bytes | Split = owner.answer(handle, answer)
                 if isinstance(owner.link, Connection) and data:
                     owner.link.send(data)
                     if isinstance(owner, Session) and owner.over:
