@@ -192,13 +192,17 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
 
     def _come(self) -> tuple[Round, int]:
         """Join, and open the door of the round; one that is past already is followed by another."""
+        deadline = Deadline(self._join_s)
         while True:
             found = self._round = self._join()
             self._joined = True
             try:
                 return found, home.open_door(*self._endpoint, self._run_id, found.scope, self._read_s)
             except home.RoundOver as error:
+                if deadline.expired():
+                    raise
                 log.warning("%r was over before this node could begin: %s", found, error)
+                self._rendezvous.changed.wait(LOOK_S)
 
     def _join(self) -> Round:
         """Join, and end where the run does: well, if that ended well."""

@@ -11,7 +11,17 @@ from typing import Any
 import pytest
 from tests.kinds import AMPLE_S, Open, together
 
-from rallypoint import Disagreement, HashStore, MembersMissing, NameTaken, RankTaken, Rendezvous, Round, RunClosed
+from rallypoint import (
+    Disagreement,
+    HashStore,
+    MeetingError,
+    MembersMissing,
+    NameTaken,
+    RankTaken,
+    Rendezvous,
+    Round,
+    RunClosed,
+)
 from rallypoint.core.machine import Waiting
 from rallypoint.recipes import hosting
 
@@ -195,6 +205,101 @@ def test_a_node_whose_store_is_closed_is_lost(open_store: Open, nodes: Nodes) ->
     assert changed.wait(AMPLE_S) and changed.reason.startswith("lost b (")
 
 
+def test_who_looks_at_changed_while_joining_is_told_of_the_next_round(nodes: Nodes) -> None:
+    told: list[str] = []
+    heard = threading.Event()
+    a = nodes.node("a", 2, 2, on_change=lambda reason: (told.append(reason), heard.set()))
+    b = nodes.node("b", 2, 2)
+    nodes.round_of(a, b)
+    again = nodes.join(a)
+    nodes.until(lambda status: status.waiting == ("a",))
+    assert not a.changed.is_set(), "there is no round now"
+    nodes.join(b).result(AMPLE_S)
+    again.result(AMPLE_S)
+    told.clear()
+    heard.clear()
+    b.leave()
+    assert heard.wait(AMPLE_S) and told[0].startswith("b (")
+
+
+def test_a_join_that_is_interrupted_leaves_nobody_behind(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+    b = nodes.node("b", 2, 2)
+
+    def interrupt(_: Waiting) -> None:
+        b.join(AMPLE_S)  # so the round is formed, and nobody is there to take it
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        nodes.node("a", 2, 2, progress=interrupt).join(AMPLE_S)
+    changed = b.changed
+    assert changed.wait(AMPLE_S) and changed.reason.startswith("a (")
+    assert "a" not in b.status().nodes
+
+
+def test_leaving_while_another_thread_joins(nodes: Nodes) -> None:
+    a = nodes.node("a")
+    joining = nodes.join(a)
+    nodes.until(lambda status: status.waiting == ("a",))
+    a.leave()
+    assert a.status().waiting == ()
+    with pytest.raises((MeetingError, MembersMissing)):
+        joining.result(AMPLE_S)
+
+
+def test_nobody_waits_for_a_change_of_a_round_that_was_left(nodes: Nodes) -> None:
+    a, b = nodes.node("a", 2, 2), nodes.node("b", 2, 2)
+    nodes.round_of(a, b)
+    waiting = [threading.Thread(target=a.changed.wait) for _ in range(2)]
+    for thread in waiting:
+        thread.start()
+    a.leave()
+    for thread in waiting:
+        thread.join(AMPLE_S)
+        assert not thread.is_alive()
+
+
+def test_a_callback_that_fails_changes_nothing(nodes: Nodes) -> None:
+    called: list[str] = []
+
+    def fail(reason: str) -> None:
+        called.append(reason)
+        raise RuntimeError("boom")
+
+    a, b = nodes.node("a", 2, 2, on_change=fail), nodes.node("b", 2, 2)
+    nodes.round_of(a, b)
+    changed = a.changed
+    b.leave()
+    assert changed.wait(AMPLE_S) and changed.reason.startswith("b (")
+    nodes.until(lambda _: bool(called))
+    assert called == [changed.reason]
+
+
+def test_a_long_reason_is_cut_and_not_made_unreadable(nodes: Nodes) -> None:
+    a = nodes.node("a")
+    a.close("failed", "Traceback" + "x" * 5000 + "ValueError: boom")
+    with pytest.raises(RunClosed, match=r"Traceback.* \.\.\. .*boom"):
+        a.join(AMPLE_S)
+
+
+def test_settings_that_are_called_as_limits_do_not_hide_them(nodes: Nodes) -> None:
+    told = {"min_nodes": 1, "max_nodes": 2}
+    waits = nodes.join(nodes.node("a", 2, 3, settings=told))
+    nodes.until(lambda status: status.waiting == ("a",))
+    with pytest.raises(Disagreement, match="max_nodes here is 4"):
+        nodes.node("b", 2, 4, settings=told).join(AMPLE_S)
+    nodes.made[0].close("over", "enough seen")
+    with pytest.raises(RunClosed):
+        waits.result(AMPLE_S)
+
+
+def test_two_nodes_of_one_process_and_store_have_two_names() -> None:
+    store = HashStore()
+    first, second = Rendezvous(store, "run", 2), Rendezvous(store, "run", 2)
+    assert (first.node, second.node) == (socket.gethostname(), f"{socket.gethostname()}#2")
+    assert {one.rank for one in together([first.join, second.join])} == {0, 1}
+
+
 @pytest.mark.parametrize(
     ("wrong", "error", "words"),
     [
@@ -203,9 +308,14 @@ def test_a_node_whose_store_is_closed_is_lost(open_store: Open, nodes: Nodes) ->
         ({"max_nodes": True}, TypeError, "max_nodes must be a number of nodes, not True"),
         ({"rank": -1}, ValueError, "rank must be 0 to 65535, not -1"),
         ({"rank": "0"}, TypeError, "rank must be a number, not '0'"),
-        ({"node": ""}, ValueError, "1 to 256 characters, not ''"),
+        ({"node": ""}, ValueError, "node must have 1 to 256 characters, not 0"),
         ({"node": "x" * 257}, ValueError, "1 to 256 characters"),
         ({"last_call": -1}, ValueError, "last_call must not be negative"),
+        ({"last_call": float("inf")}, ValueError, "last_call must be at most"),
+        ({"node": b"x"}, TypeError, "node must be a text, not b'x'"),
+        ({"settings": {"a": {1, 2}}}, ValueError, "'a' is a set"),
+        ({"settings": [1]}, TypeError, "settings must be a mapping"),
+        ({"settings": dict.fromkeys(map(str, range(300)))}, ValueError, "256 settings, and these are 300"),
         ({"run_id": ""}, ValueError, "the name of a rendezvous must be a text, not ''"),
     ],
 )

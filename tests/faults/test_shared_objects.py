@@ -18,7 +18,7 @@ import rallypoint
 AMPLE_S = 60.0
 
 SCRIPT = """
-import sys, rallypoint
+import os, sys, rallypoint
 url, what, member = sys.argv[1:]
 store = rallypoint.connect(url, timeout=60)
 if what == "barrier":
@@ -27,6 +27,14 @@ if what == "barrier":
         print("opened")
     except rallypoint.MembersLost as error:
         print("lost", *error.lost)
+elif what == "leave":
+    barrier = rallypoint.Barrier(store, "b", 3)
+    barrier.enter(int(member))
+    print("in", flush=True)
+    sys.stdin.readline()
+    barrier.leave(int(member), last=0)
+    print("out", flush=True)
+    os._exit(0)
 elif what == "hold":
     rallypoint.Lock(store, "l", member=member).acquire()
     print("holds", flush=True)
@@ -112,6 +120,20 @@ def test_a_group_is_told_of_a_killed_member(url: str, start: Start) -> None:
     assert line(again) == "joined"
 
 
+def test_who_dies_as_soon_as_it_has_left_has_left(url: str, start: Start) -> None:
+    """And the last one is out last, however often, in whatever order they come."""
+    for late in range(3):
+        children = [start(url, "leave", str(member)) for member in range(3)]
+        for child in children:
+            assert child.stdout and child.stdout.readline() == "in\n"
+        for member in [member for member in range(3) if member != late] + [late]:
+            stdin = children[member].stdin
+            assert stdin
+            stdin.write("\n")
+            stdin.flush()
+        assert [child.communicate(timeout=AMPLE_S)[0] for child in children] == ["out\n"] * 3
+
+
 def pass_barriers(stores: list[Any], times: int) -> None:
     """Have as many members as there are stores pass a barrier again and again."""
 
@@ -143,3 +165,32 @@ def test_hundreds_of_barriers_that_members_host_leave_no_more_keys(kind: str, tm
     keys = store.num_keys()
     pass_barriers(stores, 300)
     assert store.num_keys() == keys
+
+
+def gather_all(url: str, ranks: int, size: int) -> list[Any]:
+    """Let so many ranks exchange so many bytes each, twice; return what each got, or the error."""
+
+    def run(rank: int) -> Any:
+        with rallypoint.connect(url) as store:
+            exchange = rallypoint.Exchange(store, "e", ranks)
+            try:
+                return [list(map(len, exchange.all_gather(rank, bytes(size), AMPLE_S))) for _ in range(2)]
+            except rallypoint.RallypointError as error:
+                return error
+
+    with ThreadPoolExecutor(ranks) as pool:
+        return list(pool.map(run, range(ranks)))
+
+
+def test_what_all_ranks_get_is_held_once_on_its_way_out() -> None:
+    """For each it would be 8 times 24 MiB, and the server may hold 64."""
+    with rallypoint.Server(max_memory=64 << 20) as server:
+        assert gather_all(server.url, 8, 3 << 20) == [[[3 << 20] * 8] * 2] * 8
+
+
+def test_an_exchange_of_more_than_one_answer_may_have_is_an_error_on_all_ranks() -> None:
+    with rallypoint.Server(max_connection_memory=32 << 20) as server:
+        for error in gather_all(server.url, 5, 7 << 20):
+            assert isinstance(error, rallypoint.LimitExceeded), error
+            assert (error.what, error.key, error.limit) == ("answer", "e", 32 << 20)
+        assert server.statistics()["objects"] == {}

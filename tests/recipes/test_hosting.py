@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 import pytest
+from tests.kinds import AMPLE_S, Open
 
 from rallypoint import Barrier, Exchange, HashStore, Lock, MembersMissing, Server, connect
 from rallypoint.core.machine import Command, Done, Undo, Waiting
@@ -51,6 +52,19 @@ def test_without_a_callback_a_wait_is_logged_with_its_age(caplog: pytest.LogCapt
         barrier.wait(0, math.inf)
     (said,) = caplog.messages
     assert re.fullmatch(r"barrier 'b', member 0 has waited \d+ s: 1 of 2 members are here", said)
+
+
+def test_what_a_progress_callback_raises_takes_the_call_back(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+
+    def progress(_: Waiting) -> None:
+        Barrier(open_store(), "other", 2).wait(0, 0)
+
+    with pytest.raises(MembersMissing, match="barrier 'other'"):
+        Barrier(open_store(), "b", 2, progress).wait(0, AMPLE_S)
+    with pytest.raises(MembersMissing) as caught:
+        Barrier(open_store(), "b", 2).wait(1, 0)
+    assert caught.value.missing == ("0",), "it has not arrived"
 
 
 def test_a_barrier_that_opened_in_time_has_opened() -> None:

@@ -8,7 +8,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.kinds import AMPLE_S, HOSTED, Open, together
 
+from rallypoint.core import barrier as core
 from rallypoint.core.machine import Waiting
+from rallypoint.deadline import Deadline
 from rallypoint.errors import BadDeviceMap, Disagreement, MembersMissing, NameTaken, NotAMember
 from rallypoint.recipes import hosting
 from rallypoint.recipes.barrier import Barrier
@@ -128,6 +130,40 @@ def test_the_last_one_out_leaves_after_all_others(open_store: Open) -> None:
         left.clear()
         together([lambda member=member: run(member) for member in range(MEMBERS)])
         assert sorted(left) == list(range(MEMBERS))
+
+
+def test_a_last_one_that_is_lost_on_its_way_out_leaves_nothing_to_the_next_job(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also if that is of another size; and there the last one waits for whoever has not left."""
+    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+
+    def lost_on_the_way() -> None:
+        arrival = core.Arrive(3, "0")
+        Barrier(open_store(), "job", 3)._object.perform("0", arrival, core.Withdraw, Deadline(AMPLE_S))
+
+    others = [lambda member=member: Barrier(open_store(), "job", 3).leave(member, AMPLE_S, 0) for member in (1, 2)]
+    together([lost_on_the_way, *others])
+    slow, told = Barrier(open_store(), "job", 2), threading.Event()
+    last = Barrier(open_store(), "job", 2, lambda waiting: told.set() if "still inside: 1" in waiting.reason else None)
+    with ThreadPoolExecutor(1) as pool:
+        out = pool.submit(last.leave, 0, AMPLE_S, 0)
+        number, _ = slow._object.perform("1", core.Arrive(2, "0"), core.Withdraw, Deadline(AMPLE_S))
+        assert told.wait(AMPLE_S) and not out.done()
+        slow._object.perform("1", core.Leave(number), core.Stay, Deadline(AMPLE_S))
+        out.result(AMPLE_S)
+
+
+def test_the_last_one_out_names_who_has_not_left(open_store: Open) -> None:
+    stays, last = (Barrier(open_store(), "job", 2) for _ in range(2))
+    arrival = core.Arrive(2, "0")
+    with ThreadPoolExecutor(1) as pool:
+        arrived = pool.submit(stays._object.perform, "1", arrival, core.Withdraw, Deadline(AMPLE_S))
+        number, _ = last._object.perform("0", arrival, core.Withdraw, Deadline(AMPLE_S))
+        arrived.result(AMPLE_S)
+    with pytest.raises(MembersMissing, match="last out; still inside: 1") as caught:
+        last._object.perform("0", core.Leave(number), core.Stay, Deadline(0.1))
+    assert caught.value.missing == ("1",)
 
 
 # Exchange

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from rallypoint.deadline import Timeout
+from rallypoint.elastic.card import round_prefix
 from rallypoint.errors import RallypointError
 from rallypoint.recipes.barrier import Barrier
 from rallypoint.recipes.exchange import Exchange
@@ -40,7 +41,7 @@ class Worker:
             return environment[name]
 
         self._url = told("RALLYPOINT_URL")
-        self._scope = f"round:{told('RALLYPOINT_RUN')}:{told('RALLYPOINT_SCOPE')}/workers"
+        self._scope = f"{round_prefix(told('RALLYPOINT_RUN'), told('RALLYPOINT_SCOPE'))}/workers"
         self.rank = int(told("RANK"))
         self.local_rank = int(told("LOCAL_RANK"))
         self.world_size = int(told("WORLD_SIZE"))

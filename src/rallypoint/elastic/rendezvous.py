@@ -8,23 +8,22 @@ in a round is under `round:RUN:SCOPE/`, and is deleted when the next round begin
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import socket
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
 
 from rallypoint.core import rendezvous
-from rallypoint.core.gathering import Limits
-from rallypoint.core.machine import MAX_MEMBERS, MAX_NAME, Done
-from rallypoint.core.rendezvous import MAX_TEXT
-from rallypoint.deadline import Deadline, Timeout, seconds
+from rallypoint.core.machine import Done
+from rallypoint.deadline import Deadline, Timeout
+from rallypoint.elastic import card
 from rallypoint.elastic.home import is_loopback
 from rallypoint.elastic.watch import Change, Watch
-from rallypoint.errors import NameTaken, Unsupported
+from rallypoint.errors import NameTaken, RallypointError, Unsupported
 from rallypoint.recipes.hosting import Object, Progress, Recipe
 from rallypoint.store.base import Store
 from rallypoint.store.prefix import PrefixStore
@@ -117,21 +116,20 @@ class Rendezvous(Recipe):
         on_change: Callable[[str], object] | None = None,
     ) -> None:
         self._object = Object("rendezvous", store, run_id)
-        self.node = node if node is not None else socket.gethostname()
+        self.node = card.node_name(node) if node is not None else _own_name(self._object)
         self._store = store
         self._named = node is not None
         self._on_change = on_change
         self._progress = progress
         self._join = rendezvous.Join(
-            Limits(*_limits(min_nodes, max_nodes), seconds(last_call, "last_call")),
-            {str(name)[:MAX_NAME]: _short(str(value)) for name, value in (settings or {}).items()},
-            -1 if rank is None else _rank(rank),
+            card.limits(min_nodes, max_nodes, last_call),
+            card.settings(settings or {}),
+            -1 if rank is None else card.rank(rank),
             socket.gethostname(),
-            address or _address_of(store),
-            is_loopback(_host_of(store)),
+            card.node_name(address, "address") if address else card.address_of(store),
+            is_loopback(card.host_of(store)),
         )
-        if not self.node or len(self.node) > MAX_NAME:
-            raise ValueError(f"the name of a node has 1 to {MAX_NAME} characters, not {self.node!r}")
+        _here.add(self)
         self._round: Round | None = None
         self._call = 0
         self._watch: Watch | None = None
@@ -141,33 +139,50 @@ class Rendezvous(Recipe):
         """Come, or come again, and return the next round once this node is in it.
 
         Raises MembersMissing when none was formed in time (600 s if not told; a spare waits as long as it takes),
-        RunClosed when the run has its result, Disagreement, NameTaken, RankTaken and NotAMember at once.
+        RunClosed when the run has its result, Disagreement, RankTaken and NotAMember at once, NameTaken when that is
+        still so after 3 s, and SessionLost when this process stood still and the others went on: then come again.
         """
         self._stop_watching()
+        self._round = None
         deadline = self._object.deadline(JOIN_S if timeout is None else timeout)
-        taken = Deadline(TAKEN_S)
-        twin = 1
-        base = self.node
-        while True:
-            try:
-                call, told = self._object.perform(self.node, self._join, rendezvous.Withdraw, deadline, self._progress)
-                break
-            except NameTaken:
-                if self._named and not taken.expired():
-                    time.sleep(AGAIN_S)
-                    continue
-                twin += 1
-                if self._named or twin > TWINS:
-                    raise
-                self.node = f"{base}#{twin}"
+        told = self._come(deadline)
         self._named = True
-        self._call, self._join.run = call, told[0]
+        self._join.run = told[0]
         self._round = Round(self._object, told, self._scoped(told[2]))
         if self._round.rank == 0:
             self._drop(told[6])
         if self._on_change is not None:
             self.changed  # noqa: B018 - starts the watch
         return self._round
+
+    def _come(self, deadline: Deadline) -> list[Any]:
+        """Make the call, under another name if this one is taken and nobody has given it to us."""
+        patience, base, twin = Deadline(min(TAKEN_S, deadline.remaining())), self.node, 1
+        while True:
+            self._call = self._object.next_call()
+            try:
+                _, told = self._object.perform(
+                    self.node,
+                    self._join,
+                    rendezvous.Withdraw,
+                    deadline,
+                    self._progress,
+                    self._call,
+                    rendezvous.Leave,
+                )
+                return list(told)
+            except NameTaken as taken:
+                self._call = 0
+                if not patience.expired() and (self._named or card.has_died(taken.other)):
+                    time.sleep(AGAIN_S)
+                    continue
+                twin += 1
+                if self._named or twin > TWINS:
+                    raise
+                self.node = f"{base}#{twin}"
+            except BaseException:
+                self._call = 0
+                raise
 
     @property
     def changed(self) -> Change:
@@ -193,7 +208,7 @@ class Rendezvous(Recipe):
 
     def close(self, result: str, reason: str = "") -> bool:
         """End the run with its result, for everybody; say whether it was still open."""
-        command = rendezvous.Close(_short(result), _short(reason or f"closed by {self.node}"))
+        command = rendezvous.Close(card.cut(result, "result"), card.cut(reason or f"closed by {self.node}", "reason"))
         return bool(self._done(command))
 
     def open(self) -> bool:
@@ -220,8 +235,9 @@ class Rendezvous(Recipe):
     def __enter__(self) -> Rendezvous:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.leave()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*([] if kind is None else [RallypointError])):  # what is on its way matters more
+            self.leave()
 
     def _done(self, command: Any) -> Any:
         outcome = self._object.act(self.node, self._object.next_call(), command, 0.0)
@@ -235,7 +251,7 @@ class Rendezvous(Recipe):
             watch.stop()
 
     def _prefix(self, scope: int) -> str:
-        return f"round:{self._object.name}:{scope}"
+        return card.round_prefix(self._object.name, scope)
 
     def _scoped(self, scope: int) -> Any:
         if isinstance(self._store, Store):
@@ -254,41 +270,11 @@ class Rendezvous(Recipe):
                         self._store.delete_key(key)
 
 
-def _limits(min_nodes: int, max_nodes: int | None) -> tuple[int, int]:
-    least, most = min_nodes, min_nodes if max_nodes is None else max_nodes
-    for what, count in (("min_nodes", least), ("max_nodes", most)):
-        if isinstance(count, bool) or not isinstance(count, int):
-            raise TypeError(f"{what} must be a number of nodes, not {count!r}")
-        if not 1 <= count <= MAX_MEMBERS:
-            raise ValueError(f"{what} must be 1 to {MAX_MEMBERS}, not {count}")
-    if least > most:
-        raise ValueError(f"min_nodes must not be more than max_nodes, but {least} is more than {most}")
-    return least, most
+_here: weakref.WeakSet[Rendezvous] = weakref.WeakSet()
 
 
-def _rank(rank: int) -> int:
-    if isinstance(rank, bool) or not isinstance(rank, int):
-        raise TypeError(f"rank must be a number, not {rank!r}")
-    if not 0 <= rank < MAX_MEMBERS:
-        raise ValueError(f"rank must be 0 to {MAX_MEMBERS - 1}, not {rank}")
-    return rank
-
-
-def _short(text: str) -> str:
-    """Return a text, or its digest where it is long: it is only compared."""
-    return text if len(text) <= MAX_TEXT else f"sha256:{hashlib.sha256(text.encode()).hexdigest()}"
-
-
-def _host_of(store: Any) -> str:
-    backend = getattr(store, "_backend", store)
-    return str(getattr(backend, "host", ""))
-
-
-def _address_of(store: Any) -> str:
-    """Return an address of this machine that others can use: the one from which it reaches the store."""
-    host = _host_of(store)
-    if host and not is_loopback(host):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
-            return str(probe.getsockname()[0])
-    return socket.gethostname()
+def _own_name(shared: Object) -> str:
+    """Return the host's name, or one beside it where another node of this process has that."""
+    names = {other.node for other in _here if repr(other) == repr(shared)}
+    host = socket.gethostname()
+    return next(name for name in (host, *(f"{host}#{twin}" for twin in range(2, TWINS + 1))) if name not in names)

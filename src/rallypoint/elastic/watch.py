@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 from collections.abc import Callable
 
@@ -13,6 +14,8 @@ from rallypoint.errors import RallypointError
 from rallypoint.recipes.hosting import PROGRESS_S, Object
 
 __all__ = ["Change", "Watch"]
+
+log = logging.getLogger("rallypoint")
 
 LOOK_S = 0.5
 """How often a watch looks on a store that the members host on: a client of torch's has one lock, so a wait would keep
@@ -40,7 +43,15 @@ class Change:
         self.reason = reason
         self._event.set()
         if self._callback is not None:
-            self._callback(reason)
+            try:
+                self._callback(reason)
+            except Exception:
+                log.exception("on_change of a rendezvous failed; the round is over: %s", reason)
+
+    def dismiss(self, reason: str) -> None:
+        """Let go whoever waits, for this node itself goes on; nobody is called."""
+        self._callback = None
+        self.set(reason)
 
 
 class Watch:
@@ -59,6 +70,7 @@ class Watch:
         """End the watch; nobody will hear of it any more."""
         self._stopped.set()
         if not self.change.is_set():
+            self.change.dismiss("this node has left the round")
             with contextlib.suppress(RallypointError):
                 self._object.act(self._member, self._object.next_call(), rendezvous.Withdraw(self._call), 0.0)
 

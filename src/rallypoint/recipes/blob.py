@@ -1,6 +1,6 @@
 """Shared objects whose state is one blob, which members change themselves: read, apply, write if nobody was faster.
 
-    StoreHost      recipes/pulse.py              a key of a store; others tell of a change and of life
+    StoreHost      recipes/storehost.py          a key of a store; others tell of a change and of life
     BackendHost    compat/rendezvous/host.py     what a rendezvous backend keeps; there is nothing but the blob
 
 Whoever loses a race goes on with what is there now. Whoever waits looks again when there may be something new, lets
@@ -13,18 +13,20 @@ Rejected: a lock around read and write. Its holder may die, and then somebody ha
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import msgspec
 
 from rallypoint import net
-from rallypoint.core.machine import Call, Command, Done, Machine, Refused, Step, Waiting
+from rallypoint.core.machine import Call, Command, Done, Machine, Refused, Step, Undo, Waiting
 from rallypoint.deadline import Deadline
 from rallypoint.errors import SessionLost
 
-__all__ = ["BlobHost", "Felt", "Found", "State"]
+__all__ = ["BlobHost", "Felt", "Found", "Reading", "State"]
 
+UNDONE = 64
 ENDED = 256
 """How many ended sessions a state remembers."""
 
@@ -54,6 +56,9 @@ class BlobHost(Generic[S]):
         self._state_type = state_type
         self._empty = msgspec.json.encode(state_type(0, "", [], msgspec.Raw(b"{}"), *more))
         self._alarms: dict[str, tuple[int, float]] = {}
+        self._undone: deque[int] = deque(maxlen=UNDONE)
+        """Calls that were taken back last: another thread may wait for one of them."""
+
 
     def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
         """Carry out a command, or look at one that waits; return why it still does when `wait_s` have passed."""
@@ -61,7 +66,11 @@ class BlobHost(Generic[S]):
         place = f"{type(command).machine.kind}:{name}"
         caller = Call(member, self.session, call, net.caller_name())
         looks = False
+        if isinstance(command, Undo):
+            self._undone.append(command.call)
         while True:
+            if call in self._undone:
+                return Refused("Undone", {})
             state, machine, step = self._apply(place, caller, command, looks)
             looks = True
             if isinstance(step.outcome, (Done, Refused)):
@@ -74,6 +83,9 @@ class BlobHost(Generic[S]):
                 return machine.why(caller)
             elif not self._hear(place, state, machine, min(deadline.remaining(), due_s)):
                 self._bury_the_dead(place, state, machine)
+
+    def make_sure(self, name: str, kind: type[Machine]) -> None:
+        """Take out who is dead and still in, so that a look tells the truth; here those who wait see to that."""
 
     # What hosts differ in
 
@@ -98,7 +110,7 @@ class BlobHost(Generic[S]):
         """Return sessions of the machine that show no sign of life."""
         raise NotImplementedError
 
-    def _disown(self) -> str:
+    def _disown(self, session: str) -> str:
         """Begin another session, for the others have ended this one; say why they did."""
         raise NotImplementedError
 
@@ -148,7 +160,8 @@ class BlobHost(Generic[S]):
         def apply(state: S, machine: Any) -> Step:
             self._must_live(state, call.session)
             step: Step = machine.apply(call, command, state.version + 1)
-            if looks and step.changed and not isinstance(step.outcome, (Done, Refused)):  # its place is another's now
+            waits = not isinstance(step.outcome, (Done, Refused))
+            if looks and step.changed and waits and not machine.comes_again:  # its place is another's now
                 other = "another process that came under the same name"
                 return Step(Refused("NameTaken", {"member": call.member, "other": other}))
             return step
@@ -157,7 +170,7 @@ class BlobHost(Generic[S]):
 
     def _must_live(self, state: S, session: str) -> None:
         if session in state.ended:
-            raise SessionLost(peer=self.label, why=self._disown())
+            raise SessionLost(peer=self.label, why=self._disown(session))
 
     def _until_alarm(self, place: str, machine: Machine) -> float:
         """Say in how many seconds a machine's alarm is due, counted from when we first saw it."""
@@ -179,7 +192,10 @@ class BlobHost(Generic[S]):
 
     def _bury_the_dead(self, place: str, state: S, machine: Machine) -> None:
         """Take sessions out that show no sign of life."""
-        for session in self._dead(place, state, machine):
+        self._bury(place, type(machine), self._dead(place, state, machine))
+
+    def _bury(self, place: str, kind: type[Machine], dead: Iterable[str]) -> None:
+        for session in dead:
 
             def bury(state: S, now: Any, session: str = session) -> Step:
                 if session in state.ended or self._stirs(state, session):
@@ -188,7 +204,11 @@ class BlobHost(Generic[S]):
                 state.ended = [*state.ended[1 - ENDED :], session]
                 return step._replace(changed=True)
 
-            self._change(place, type(machine), bury, self._forever)
+            self._change(place, kind, bury, self._forever)
+            self._buried(session)
+
+    def _buried(self, session: str) -> None:
+        """Do what is to be done after a session was taken out."""
 
     def _stirs(self, state: S, session: str) -> bool:
         """Say whether a session that seemed dead has shown a sign of life in a state that was read since."""
@@ -197,25 +217,53 @@ class BlobHost(Generic[S]):
     _forever = Deadline(float("inf"))
 
 
+class Reading(NamedTuple):
+    """A counter as it was felt last: where it stood, since when, and an instant after which it was seen to move."""
+
+    stands: int
+    since: float
+    felt_at: float
+    moved_at: float
+
+
 class Felt:
-    """How long counters have stood still, by the clock of whoever feels them."""
+    """How long counters have stood still, by the clock of whoever feels them; for one thread at a time.
+
+    Who has not felt a counter for longer than the gap was away itself, or nobody could move: it has its time again.
+    """
 
     def __init__(self, gap_s: float = float("inf")) -> None:
         self._gap_s = gap_s
-        self._felt: dict[str, tuple[int, float]] = {}
-        self._felt_at = float("-inf")
+        self._felt: dict[str, Reading] = {}
 
     def still(self, counts: Mapping[str, int], now: float, grace_s: float) -> list[str]:
-        """Return those that have not moved for the grace; who is not among the counts is forgotten.
+        """Feel all counters there are, and return those that have not moved for the grace; others are forgotten."""
+        self._felt = {name: reading for name, reading in self._felt.items() if name in counts}
+        return [name for name, count in counts.items() if self.feel(name, count, now, grace_s)]
 
-        Who has not felt them for longer than the gap was away itself, or nobody could move: all have their time again.
+    def feel(self, name: str, count: int, now: float, grace_s: float, still_s: float = 0.0) -> bool:
+        """Feel one counter, and say whether it has not moved for the grace.
+
+        `still_s` is for how long it stood where it is before it came to be felt here, as others tell.
         """
-        felt = self._felt if now - self._felt_at <= self._gap_s else {}
-        self._felt_at, self._felt = now, {}
-        dead = []
-        for name, count in counts.items():
-            seen, since = felt.get(name, (None, now))
-            self._felt[name] = (count, now if count != seen else since)
-            if count == seen and now - since >= grace_s:
-                dead.append(name)
-        return dead
+        last = self.last(name, now)
+        if last is None:
+            last = Reading(count, now, now, float("-inf"))
+        elif last.stands != count:
+            last = Reading(count, now, now, last.felt_at)
+        self._felt[name] = reading = last._replace(since=min(last.since, now - still_s), felt_at=now)
+        return now - reading.since >= grace_s
+
+    def last(self, name: str, now: float) -> Reading | None:
+        """Return a counter's last reading, unless that was too long ago."""
+        reading = self._felt.get(name)
+        return reading if reading is not None and now - reading.felt_at <= self._gap_s else None
+
+    def moved(self, name: str, now: float, within_s: float) -> bool:
+        """Say whether a counter was seen to move in the last so many seconds."""
+        reading = self.last(name, now)
+        return reading is not None and now - reading.moved_at <= within_s
+
+    def forget(self, now: float) -> None:
+        """Forget what was felt too long ago."""
+        self._felt = {name: reading for name, reading in self._felt.items() if now - reading.felt_at <= self._gap_s}

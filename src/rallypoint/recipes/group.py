@@ -11,11 +11,12 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from rallypoint.core import roster
+from rallypoint.core.limits import MAX_VALUE_BYTES
 from rallypoint.core.machine import Done
 from rallypoint.deadline import Deadline, Timeout
-from rallypoint.errors import MembersMissing
+from rallypoint.errors import LimitExceeded, MembersMissing
 from rallypoint.recipes.hosting import PROGRESS_S, Object, Recipe
-from rallypoint.recipes.members import count_of, name_of, names_of
+from rallypoint.recipes.members import device_maps_of, devices_of, name_of, names_of
 
 __all__ = ["Group", "Member", "Membership", "MembershipEvent", "View"]
 
@@ -64,7 +65,15 @@ class Group(Recipe):
         self._object = Object("group", store, name)
 
     def members(self) -> View:
-        """Return who is in now; one need not be a member to ask."""
+        """Return who is in now; one need not be a member to ask.
+
+        Nobody is in it who has been dead for longer than the grace. On a store that only has bytes, who has not asked
+        lately therefore waits until all have shown a sign of life, half a second at most, or for a dead one the grace.
+        """
+        self._object.make_sure(roster.Roster)
+        return self._look()
+
+    def _look(self) -> View:
         outcome = self._object.act("", self._object.next_call(), roster.Look(), 0.0)
         assert isinstance(outcome, Done)
         return _view(outcome.answer)
@@ -79,14 +88,17 @@ class Group(Recipe):
         """Become a member; leave by the membership's `leave`, or its `with` block.
 
         `device_maps` says, for peers by name, to which of its devices each of ours goes. It must be one-to-one, and
-        name devices that both sides have; peers that come later are held to it. Raises NameTaken, BadDeviceMap.
+        name devices that both sides have; peers that come later are held to it. Raises NameTaken, BadDeviceMap; and
+        TypeError, ValueError or LimitExceeded, before anything is sent, for what no member could be.
         """
         member = name_of(member)
-        maps = {name_of(peer): dict(way) for peer, way in (device_maps or {}).items()}
-        if maps:
-            count_of(len(maps), "device maps")
+        if not isinstance(info, bytes):
+            raise TypeError(f"the info of a member must be bytes, not {info!r}")
+        if len(info) > MAX_VALUE_BYTES:
+            raise LimitExceeded(what="the info of member", key=member, size=len(info), limit=MAX_VALUE_BYTES)
+        command = roster.Join(info, devices_of(devices), device_maps_of(device_maps or {}))
         call = self._object.next_call()
-        outcome = self._object.act(member, call, roster.Join(info, list(devices), maps), 0.0)
+        outcome = self._object.act(member, call, command, 0.0)
         assert isinstance(outcome, Done)
         return Membership(self, self._object, member, call, _view(outcome.answer))
 
@@ -129,7 +141,7 @@ class Membership:
         """Return the view in which all of these are members. Raises MembersMissing, which names those who are not."""
         names = names_of(names)
         deadline = self._object.deadline(timeout)
-        view = self.view
+        view = self.group._look()
         while missing := [name for name in names if name not in view.members]:
             answer = self._change(view.epoch, deadline)
             if answer is None:

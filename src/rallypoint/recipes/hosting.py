@@ -1,8 +1,8 @@
 """Where a shared object lives, and how a call on it is carried through.
 
 `host_of(store)` chooses: our server hosts the object itself (one request, answered when it is time), on any other
-store the members host it by compare-and-set (`recipes/pulse.py`, `StoreHost` there). `Object.perform` is the one way in
-which a call is made: ask; while it waits, say why every few seconds; at the deadline, or when interrupted, take it
+store the members host it by compare-and-set (`recipes/storehost.py`). `Object.perform` is the one way in which a call
+is made: ask; while it waits, say why every few seconds; at the deadline, or when interrupted, take it
 back, unless it came true at that very moment. `Recipe` is what the classes for users have in common.
 """
 
@@ -16,7 +16,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from rallypoint import errors
-from rallypoint.core.machine import Command, Done, Refused, Undo, Waiting
+from rallypoint.core.machine import Command, Done, Machine, Refused, Undo, Waiting
 from rallypoint.deadline import Deadline
 from rallypoint.errors import MeetingError, MembersMissing, RallypointError
 from rallypoint.store.base import Store
@@ -41,6 +41,9 @@ class Host(Protocol):
     def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
         """Carry out a command, or look at one that waits; return why it still does when `wait_s` have passed."""
 
+    def make_sure(self, name: str, kind: type[Machine]) -> None:
+        """Take out who is dead and still in, so that a look tells the truth."""
+
 
 class ServerHost:
     """Our server hosts the machines."""
@@ -55,12 +58,15 @@ class ServerHost:
         """Ask the server."""
         return self._store._backend.act(self._store._name(name), member, call, command, wait_s)
 
+    def make_sure(self, name: str, kind: type[Machine]) -> None:
+        """Do nothing: the server knows when a session ends."""
+
 
 def host_of(store: Any) -> Host:
     """Return the host of the objects of a store."""
     if isinstance(store, Store) and store._backend.hosts_objects:
         return ServerHost(store)
-    from rallypoint.recipes.pulse import StoreHost  # most programs have a server
+    from rallypoint.recipes.storehost import StoreHost  # most programs have a server
 
     return StoreHost(store)
 
@@ -89,6 +95,7 @@ class Object:
         self.name = name
         self.thing = f"{kind} {name!r}"
         self._host = host_of(store) if host is None else host
+        self.label = self._host.label
         self._made = 0
         self._default_s = store.timeout.total_seconds() if hasattr(store, "timeout") else 300.0
 
@@ -102,40 +109,52 @@ class Object:
         undo: type[Undo],
         deadline: Deadline,
         progress: Progress | None = None,
+        call: int = 0,
+        abandon: type[Undo] | None = None,
     ) -> tuple[int, Any]:
         """Make a call and wait for its answer; return its number and the answer.
 
         At the deadline it is taken back: raises MembersMissing, unless it came true at that moment. Once it stands by
-        in reserve, it has no deadline any more.
+        in reserve, it has no deadline any more. One that is interrupted is taken back by `abandon`, if that is another
+        way: nobody is there any more to whom it could have come true.
         """
-        call, began_at = self.next_call(), time.monotonic()
+        call = call or self.next_call()
         try:
-            while True:
-                waiting = self.act(member, call, command, min(deadline.remaining(), PROGRESS_S))
-                if isinstance(waiting, Done):
-                    return call, waiting.answer
-                if waiting.stands_by:
-                    deadline = Deadline(float("inf"))
-                if deadline.expired():
-                    break
-                self._say(member, waiting._replace(waited_s=time.monotonic() - began_at), progress)
-        except MeetingError:
-            raise
+            outcome, deadline = self._carry_through(member, call, command, deadline, progress)
         except BaseException:
             with contextlib.suppress(RallypointError):
-                self.act(member, self.next_call(), undo(call), 0.0)
+                self.act(member, self.next_call(), (abandon or undo)(call), 0.0)
             raise
+        if isinstance(outcome, Refused):
+            self._refused(outcome)
+        if isinstance(outcome, Done):
+            return call, outcome.answer
         late = self.act(member, self.next_call(), undo(call), 0.0)
         if isinstance(late, Done) and isinstance(late.answer, list):
             return call, late.answer[0]
         raise MembersMissing(
             thing=f"{self.thing} in {self._host.label}",
             member=member,
-            missing=waiting.missing,
-            withdrawn=waiting.withdrawn,
+            missing=outcome.missing,
+            withdrawn=outcome.withdrawn,
             timeout_s=deadline.timeout_s,
-            reason=waiting.reason,
+            reason=outcome.reason,
         )
+
+    def _carry_through(
+        self, member: str, call: int, command: Command, deadline: Deadline, progress: Progress | None
+    ) -> tuple[Done | Refused | Waiting, Deadline]:
+        """Return what a call comes to, or why it still waits at the deadline; and that, which may have been put off."""
+        began_at = time.monotonic()
+        while True:
+            outcome = self._host.act(self.name, member, call, command, min(deadline.remaining(), PROGRESS_S))
+            if isinstance(outcome, (Done, Refused)):
+                return outcome, deadline
+            if outcome.stands_by:
+                deadline = Deadline(float("inf"))
+            if deadline.expired():
+                return outcome, deadline
+            self._say(member, outcome._replace(waited_s=time.monotonic() - began_at), progress)
 
     def act(self, member: str, call: int, command: Command, wait_s: float) -> Done | Waiting:
         """Carry out one command; raise what it is refused for."""
@@ -143,6 +162,10 @@ class Object:
         if isinstance(outcome, Refused):
             self._refused(outcome)
         return outcome
+
+    def make_sure(self, kind: type[Machine]) -> None:
+        """See to it that a look at this object, a machine of that kind, tells the truth about who lives."""
+        self._host.make_sure(self.name, kind)
 
     def next_call(self) -> int:
         """Return a number for a call that is made with `act`."""
@@ -164,6 +187,8 @@ class Object:
             log.info("%s, member %s has waited %.0f s: %s", self.thing, member, waiting.waited_s, waiting.reason)
 
     def _refused(self, outcome: Refused) -> NoReturn:
+        if outcome.error == "Undone":
+            raise MeetingError(f"{self.thing} in {self._host.label}: the call was taken back by another thread")
         kind = getattr(errors, outcome.error, None)
         if not isinstance(kind, type) or not issubclass(kind, MeetingError):
             raise MeetingError(f"{self.thing} in {self._host.label} refused: {outcome.error} {outcome.fields}")

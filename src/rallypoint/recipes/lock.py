@@ -9,7 +9,7 @@ from typing import Any
 
 from rallypoint.core import lock
 from rallypoint.deadline import Timeout
-from rallypoint.errors import RallypointError
+from rallypoint.errors import RallypointError, SessionLost
 from rallypoint.recipes.hosting import Object, Progress, Recipe
 from rallypoint.recipes.members import name_of
 
@@ -20,7 +20,8 @@ class Lock(Recipe):
     """A lock that the processes of a job share: a context manager, first come, first served.
 
     It hangs on the session of the store that it was made with. Give `fence`, which grows with every holder, along with
-    whatever the lock protects, so that the work of one that lost it without knowing can be refused.
+    whatever the lock protects, so that the work of one that lost it without knowing can be refused. A `with` block
+    whose lock was lost meanwhile ends with SessionLost.
     """
 
     def __init__(self, store: Any, name: str, member: str = "holder", progress: Progress | None = None) -> None:
@@ -64,8 +65,11 @@ class Lock(Recipe):
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        """Release it. Raises SessionLost if it was lost before, unless the block itself has failed."""
         try:
-            self.release()
+            if not self.release():
+                why = f"{self._object.thing} (fence {self.fence}) went to others before it was released"
+                raise SessionLost(peer=self._object.label, why=why)
         except RallypointError:
             if kind is None:
                 raise

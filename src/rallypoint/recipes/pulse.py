@@ -1,203 +1,255 @@
-"""Shared objects on a store that only has bytes: the members host the machine themselves, by compare-and-set.
+"""The sign of life of a process on a store that only has bytes: a counter that moves, and the feeling of others'.
 
-Keys, for an object of some KIND and NAME:
+A session is one process on one store. While it takes part in something, a thread moves its counter, `pulse:SESSION`.
+A counter that has not moved for `GRACE_S`, by the watcher's own clock, belongs to a dead session. One that is gone
+belongs to a session that has ended: whoever stops deletes its own, at the end of the process too, and whoever buries a
+dead one deletes that. What was felt is remembered for a store as a whole, for a session may be in several objects.
 
-    KIND:NAME            the state, as JSON (`recipes/blob.py`), with the number of the bell
-    KIND:NAME:bell:N     set when the bell rings the Nth time; a waiting member waits for the next. Only a few are kept
-    pulse:SESSION        a counter that moves while a session lives and takes part in something
+A forked child is a session of its own: it has no thread that beats, and what its parent has is not its.
 
-A change that others wait for rings the bell. Who waits also feels the pulse of the next few sessions in a ring of all
-that the machine has to hear of: a counter that has not moved for `GRACE_S`, by the watcher's own clock, belongs to a
-dead session, which is then taken out of the machine.
-
-Rejected: to feel everybody's pulse. A thousand members would read a million counters a second.
+Rejected: to let the thread die with the interpreter. It may be in a store's C++ then, which ends the process by abort.
 """
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import os
+import queue
 import secrets
 import threading
 import time
 import weakref
-from collections.abc import Iterable
-from datetime import timedelta
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from rallypoint.core.machine import Command, Done, Machine, Refused, Step, Waiting
 from rallypoint.deadline import Deadline
-from rallypoint.errors import StoreTimeout
-from rallypoint.recipes.blob import BlobHost, Felt, Found, State
+from rallypoint.recipes.blob import Felt, Reading
 from rallypoint.store.base import Store
 
-__all__ = ["StoreHost"]
+__all__ = ["Pulse", "Told", "key_of", "pulse_of"]
 
 BEAT_S = 0.5
 GRACE_S = 4.0
 """How long a pulse may stand still."""
 
 SLICE_S = 1.0
-"""How long a member waits for the bell before it feels pulses."""
+"""How long a member waits for the bell before it looks at the state again."""
 
-LEAST_PAUSE_S, MOST_PAUSE_S = 0.001, 0.032
-"""How long it pauses between two looks for the bell, on a store where it cannot wait for it."""
+FEELS = 3
+"""How many times in a slice it feels pulses."""
 
 NEIGHBOURS = 8
 """How many pulses one member feels."""
 
-BELLS = 16
-"""How many rings back a bell is kept, for members that have not yet begun to wait for it."""
+EXIT_S = 2.0
+"""How long the end of a process may take for the sake of its pulses."""
+
+Told = Mapping[str, tuple[int, int]]
+"""Of sessions under suspicion: the count, and for how many milliseconds it was watched to stand there."""
 
 
-class _State(State):
-    """What is written under an object's key."""
-
-    bell: int
-
-
-class StoreHost(BlobHost[_State]):
-    """The objects of one store, hosted by their members."""
-
-    def __init__(self, store: Any) -> None:
-        super().__init__(repr(store) if isinstance(store, Store) else _label(store), _State, 0)
-        self._store = store
-        self._pulse = _pulse_of(store)
-        self._felt_at: dict[str, float] = {}
-
-    @property
-    def session(self) -> str:
-        """That of this process on this store."""
-        return self._pulse.session
-
-    def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
-        """Carry out a command, or look at one that waits; return why it still does when `wait_s` have passed."""
-        self._pulse.start()
-        return super().act(name, member, call, command, wait_s)
-
-    def _fetch(self, place: str) -> Found:
-        blob = bytes(self._store.compare_set(place, "", self._empty.decode()))
-        return blob, blob
-
-    def _swap(self, place: str, token: Any, blob: bytes) -> Found | None:
-        present = bytes(self._store.compare_set(place, token.decode(), blob.decode()))
-        if present == blob:
-            return None
-        return (present, present) if present != token else self._fetch(place)  # stores answer so where the key is gone
-
-    def _finish(self, state: _State, machine: Machine, step: Step) -> None:
-        state.bell += bool(list(step.woken))
-
-    def _won(self, place: str, state: _State, step: Step) -> None:
-        """Ring the bell if somebody waits for it."""
-        if list(step.woken):
-            self._store.set(f"{place}:bell:{state.bell}", "")
-            self._store.delete_key(f"{place}:bell:{state.bell - BELLS}")
-
-    def _disown(self) -> str:
-        self._pulse.stop()
-        return f"its pulse stood still for {GRACE_S:g} s, and others went on"
-
-    def _dead(self, place: str, state: _State, machine: Machine) -> Iterable[str]:
-        """Return whose pulse stands still; it is felt once in a while, however often this is called."""
-        felt_at, now_at = self._felt_at.get(place, float("-inf")), time.monotonic()
-        if now_at < felt_at + SLICE_S / 2:
-            return ()
-        self._felt_at[place] = now_at
-        return self._pulse.still(self._store, machine.sessions())
-
-    def _hear(self, place: str, state: _State, machine: Machine, within_s: float) -> bool:
-        """Wait for the bell."""
-        bell, within_s = f"{place}:bell:{state.bell + 1}", min(within_s, SLICE_S)
-        if not isinstance(self._store, Store):
-            return self._listen(bell, within_s)
-        try:
-            self._store.wait([bell], timedelta(seconds=within_s))
-            return True
-        except StoreTimeout:
-            return False
-
-    def _listen(self, bell: str, within_s: float) -> bool:
-        """Look for the bell again and again. A client of torch's has one lock, so nobody else of this process could
-        use it during a wait, the pulse included; and it prints a warning for every wait that ends by its time-out."""
-        deadline, pause_s = Deadline(within_s), LEAST_PAUSE_S
-        while not self._store.check([bell]):
-            if deadline.expired():
-                return False
-            time.sleep(min(pause_s, deadline.remaining()))
-            pause_s = min(2 * pause_s, MOST_PAUSE_S)
-        return True
-
-
-def _label(store: Any) -> str:
-    """Name a store of another kind; torch's own repr asks the resolver for its peer's name, which may take seconds."""
-    host, port = (getattr(store, name, None) for name in ("host", "port"))
-    return f"<{type(store).__name__} of {type(store).__module__}{'' if host is None else f' at {host}:{port}'}>"
+def key_of(session: str) -> str:
+    """Return the key of a session's counter."""
+    return f"pulse:{session}"
 
 
 class Pulse:
-    """The sign of life of one process on one store, and the feeling of others'."""
+    """The session of this process on one store, and what it feels of others'; for many threads."""
 
     def __init__(self, store: Any) -> None:
+        self._store = _hold(store)
+        self.begin()
+        if isinstance(store, Store):
+            store._lodge(self)
+
+    def begin(self) -> None:
+        """Be a session that nobody has heard of: at first, and in a forked child."""
+        self._lock, self._feeling = threading.Lock(), threading.Lock()
+        self._felt = Felt(GRACE_S)
+        self._renew()
+
+    def _renew(self) -> None:
         self.session = secrets.token_hex(8)
-        self._store = weakref.ref(store)
-        self._felt = Felt()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
-        self._stopped = threading.Event()
+        self._heart: _Heart | None = None
 
-    def start(self) -> None:
-        """Beat, in a daemon thread, until stopped or the store is gone."""
+    def start(self) -> str:
+        """Beat, in a daemon thread, until stopped or the store is gone; return the session."""
         with self._lock:
-            if self._thread is None:
-                self.beat()
-                name, stopped = f"pulse of {self.session}", self._stopped
-                self._thread = threading.Thread(target=_beat, args=[weakref.ref(self), stopped], name=name, daemon=True)
-                self._thread.start()
+            if self._heart is None:
+                self.beat(self.session)
+                self._heart = _Heart(self, self.session, self._store)
+                if not _ending:
+                    _hearts.add(self._heart)
+                    self._heart.start()
+            return self.session
 
-    def stop(self) -> None:
-        """Stop beating; what comes after is another session."""
+    def stop(self, session: str) -> None:
+        """End a session, unless that was done; what comes after is another."""
         with self._lock:
-            self._stopped.set()
-            self._stopped, self._thread = threading.Event(), None
-            self.session = secrets.token_hex(8)
+            if self.session == session:
+                if self._heart is not None:
+                    self._heart.stop()
+                self._renew()
 
-    def beat(self) -> None:
-        """Move the counter."""
+    def end(self) -> None:
+        """Stop beating, and wait until that is so, but not for ever."""
+        if self._heart is not None:
+            self._heart.stop()
+            self._heart.join(EXIT_S)
+
+    def beat(self, session: str) -> None:
+        """Move a counter of ours."""
+        self._here().add(key_of(session), 1)
+
+    def _here(self) -> Any:
         store = self._store()
         if store is None:
             raise RuntimeError("the store is gone")
-        store.add(f"pulse:{self.session}", 1)
+        return store
 
-    def still(self, store: Any, sessions: set[str]) -> list[str]:
-        """Return those of our neighbours, among these sessions, whose pulse has stood still for the grace."""
+    # Others
+
+    def neighbours(self, sessions: set[str]) -> list[str]:
+        """Return whom this session watches among all that are in something: the next few in a ring."""
         ring = sorted(sessions - {self.session})
         after = [session for session in ring if session > self.session]
-        neighbours = dict.fromkeys((after + ring)[:NEIGHBOURS])
-        counts = {}
-        for session in neighbours:
-            key = f"pulse:{session}"
-            counts[session] = int(store.get(key)) if store.check([key]) else -1
-        return self._felt.still(counts, time.monotonic(), GRACE_S)
+        return list(dict.fromkeys((after + ring)[:NEIGHBOURS]))
+
+    def still(self, sessions: Iterable[str], told: Told) -> list[str]:
+        """Feel these sessions, unless that was just done; return those that ended, or have stood still for the grace.
+
+        What others tell of them counts as if it was felt here.
+        """
+        with self._feeling:
+            self._felt.forget(time.monotonic())
+        return [session for session in sessions if session != self.session and self._feel(session, told)]
+
+    def _feel(self, session: str, told: Told) -> bool:
+        asked_at = time.monotonic()
+        with self._feeling:
+            last = self._felt.last(session, asked_at)
+        if last is not None and not _due(last, asked_at):
+            return last.stands < 0
+        count = _count(self._here(), session)
+        count_told, still_ms = told.get(session, (0, 0))
+        now_at = time.monotonic()
+        grace_s = GRACE_S + now_at - asked_at  # the count may be as old as the question
+        with self._feeling:
+            dead = self._felt.feel(session, count, now_at, grace_s, still_ms / 1000 if count == count_told else 0.0)
+        return dead or count < 0
+
+    def rest_s(self, sessions: Iterable[str]) -> float:
+        """Say when to feel these again: soon, and at the moment when one will have stood still for the grace."""
+        now_at = time.monotonic()
+        return max(0.01, min([SLICE_S / FEELS, *(one.since + GRACE_S - now_at for _, one in self._readings(sessions))]))
+
+    def unsure_of(self, sessions: Iterable[str]) -> set[str]:
+        """Return those of these sessions that were not seen to live within the grace."""
+        now_at = time.monotonic()
+        with self._feeling:
+            return {one for one in sessions if one != self.session and not self._felt.moved(one, now_at, GRACE_S)}
+
+    def suspects(self, sessions: Iterable[str]) -> Told:
+        """Return what is to be told of these sessions: who has missed a beat."""
+        return {
+            session: (reading.stands, int(1000 * (reading.felt_at - reading.since)))
+            for session, reading in self._readings(sessions)
+            if reading.felt_at - reading.since > BEAT_S
+        }
+
+    def _readings(self, sessions: Iterable[str]) -> list[tuple[str, Reading]]:
+        now_at = time.monotonic()
+        with self._feeling:
+            felt = [(session, self._felt.last(session, now_at)) for session in sessions]
+        return [(session, reading) for session, reading in felt if reading is not None]
 
 
-def _beat(reference: weakref.ref[Pulse], stopped: threading.Event) -> None:
-    while not stopped.wait(BEAT_S):
-        pulse = reference()
-        if pulse is None:
-            return
+def _due(last: Reading, now_at: float) -> bool:
+    return now_at - last.felt_at >= SLICE_S / FEELS / 2 or now_at - last.since >= GRACE_S
+
+
+def _count(store: Any, session: str) -> int:
+    """Return a session's count, or -1; a `get` would wait where the key was deleted just before."""
+    count = bytes(store.compare_set(key_of(session), "-", "-"))
+    return -1 if count == b"-" else int(count)
+
+
+class _Heart(threading.Thread):
+    """What moves the counter of one session, and deletes it when stopped."""
+
+    def __init__(self, pulse: Pulse, session: str, store: Callable[[], Any]) -> None:
+        super().__init__(name=f"pulse of {session}", daemon=True)
+        self._stops = stops = queue.SimpleQueue[None]()  # which may be put to wherever garbage is collected
+        self._pulse = weakref.ref(pulse, lambda _: stops.put(None))
+        self._session = session
+        self._hold = store
+
+    def stop(self) -> None:
+        """Have it end soon."""
+        self._stops.put(None)
+
+    def run(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the store is closed or lost: there is nobody to live for
+            while self._rests(BEAT_S):
+                pulse = self._pulse()
+                if pulse is not None:
+                    pulse.beat(self._session)
+                del pulse
+            store = self._hold()
+            if store is not None:
+                store.delete_key(key_of(self._session))
+        del self._hold
+
+    def _rests(self, for_s: float) -> bool:
+        """Wait for so long; say whether that was all."""
         try:
-            pulse.beat()
-        except RuntimeError:  # the store is closed or lost: there is nobody to live for
-            return
-        del pulse
+            self._stops.get(timeout=for_s)
+            return False
+        except queue.Empty:
+            return True
+
+
+def _hold(store: Any) -> Callable[[], Any]:
+    """Return what gives a store, without keeping it: one of ours by another view, for one last word after its end."""
+    if isinstance(store, Store):
+        twin = store._twin()
+        return lambda: twin
+    return weakref.ref(store)
 
 
 _pulses: weakref.WeakKeyDictionary[Any, Pulse] = weakref.WeakKeyDictionary()
 _pulses_lock = threading.Lock()
+_hearts: weakref.WeakSet[_Heart] = weakref.WeakSet()
+_ending = False
 
 
-def _pulse_of(store: Any) -> Pulse:
+def pulse_of(store: Any) -> Pulse:
     """Return the pulse of this process on a store; there is one for all objects."""
     with _pulses_lock:
         if store not in _pulses:
             _pulses[store] = Pulse(store)
         return _pulses[store]
+
+
+def _forked() -> None:
+    global _pulses_lock
+    _pulses_lock = threading.Lock()
+    _hearts.clear()
+    for pulse in list(_pulses.values()):
+        pulse.begin()
+
+
+def _end() -> None:
+    """Stop all hearts, and wait for them, but not for ever."""
+    global _ending
+    _ending = True
+    deadline, hearts = Deadline(EXIT_S), list(_hearts)
+    for heart in hearts:
+        heart.stop()
+    for heart in hearts:
+        heart.join(deadline.remaining())
+
+
+os.register_at_fork(after_in_child=_forked)
+atexit.register(_end)

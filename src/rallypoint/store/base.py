@@ -11,9 +11,10 @@ Rejected: a `PrefixStore` that forwards every method; each of them would check i
 from __future__ import annotations
 
 import abc
+import weakref
 from collections.abc import Iterator, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rallypoint.core.machine import Command, Done, Refused, Waiting
 from rallypoint.core.records import Event, Swap, TimedOut
@@ -21,7 +22,7 @@ from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import NotAnInteger, QueueEmpty, Unsupported
 from rallypoint.store.view import DEFAULT_TIMEOUT_S, View, whole_amount
 
-__all__ = ["Backend", "Change", "Feed", "Lease", "Pipeline", "Store", "Watch"]
+__all__ = ["Backend", "Change", "Feed", "Guest", "Lease", "Pipeline", "Store", "Watch"]
 
 _Self = TypeVar("_Self", bound="Store")
 
@@ -134,6 +135,16 @@ class Backend(abc.ABC):
     def unsupported(self, operation: str) -> Unsupported:
         """Build the error for an operation that this backend does not have."""
         return Unsupported(operation=operation, store=self.name, why="this kind of store cannot do it")
+
+
+class Guest(Protocol):
+    """What uses a store on its own."""
+
+    def end(self) -> None:
+        """Come to an end, for the store is about to be closed."""
+
+
+_guests: weakref.WeakKeyDictionary[Backend, weakref.WeakSet[Guest]] = weakref.WeakKeyDictionary()
 
 
 class Lease:
@@ -397,7 +408,19 @@ class Store(View):
 
     def close(self) -> None:
         """End this handle and every view of it: leases are given up, waiting calls raise StoreClosed."""
+        for guest in list(_guests.pop(self._backend, ())):
+            guest.end()
         self._backend.close()
+
+    def _lodge(self, guest: Guest) -> None:
+        """End something before this handle, or a view of it, is closed; it is not kept for that."""
+        _guests.setdefault(self._backend, weakref.WeakSet()).add(guest)
+
+    def _twin(self: _Self) -> _Self:
+        """Return another view of the same handle."""
+        twin = self.__class__.__new__(self.__class__)
+        twin.__dict__.update(self.__dict__)
+        return twin
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -156,7 +156,7 @@ class BackendHost(BlobHost[Blob]):
     def _stirs(self, state: Blob, session: str) -> bool:
         return session not in self._still
 
-    def _disown(self) -> str:
+    def _disown(self, session: str) -> str:
         self._session = secrets.token_hex(8)
         return f"its keep-alive stood still for {self._grace_s:g} s, and others went on"
 
