@@ -78,6 +78,8 @@ def _read(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parame
 
 def _conf(text: str) -> dict[str, float]:
     """Read --rdzv-conf."""
+    if not text.strip():
+        return dict(CONF)
     from rallypoint.compat.rendezvous.endpoint import _parse_rendezvous_config
 
     told = dict(CONF)
