@@ -25,9 +25,9 @@ help: ## say what the targets do
 	@echo "make TARGET [PYTHON=python3] [ARGS='…']"
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
 
-run: ## run the example: processes that find each other
+run: ## launch four workers, one of which is killed half-way, and see them recover (ARGS go to examples/pi.py)
 	@$(SETUP)
-	@$(BIN)/python examples/meet.py $(ARGS)
+	$(BIN)/rallypoint run --nproc-per-node 4 --max-restarts 3 examples/pi.py --kill-half-way $(ARGS)
 
 test: ## lint, check types and run every test (ARGS go to pytest)
 	@$(SETUP) --need dev --want $(WANT) --want-debian $(DEBIAN) --label "NOT TESTED"

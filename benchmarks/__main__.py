@@ -12,7 +12,7 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks import barrier, client, connect, meeting, orientation, recovery, rendezvous, startup, throughput
+from benchmarks import barrier, client, connect, launch, meeting, orientation, recovery, rendezvous, startup, throughput
 from benchmarks.rig import CORES, Missing, pin, say
 from benchmarks.table import table
 
@@ -25,6 +25,7 @@ SUBJECTS = {
     "rendezvous": rendezvous,
     "orientation": orientation,
     "recovery": recovery,
+    "launch": launch,
     "startup": startup,
 }
 RESULTS = Path(__file__).with_name("results.md")

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from benchmarks.rig import PLACEMENTS, in_turn, pin, say
+from benchmarks.rig import PLACEMENTS, in_turn, pin, resident_kb, say
 from benchmarks.servers import START, greeted, serving
 from benchmarks.table import Line, Target
 
@@ -54,10 +54,10 @@ def _memory(names: list[str], connections: int) -> list[Line]:
     idle, grown = [], []
     with serving(names) as servers:
         for server in servers.values():
-            before = _resident_kb(server.pid)
+            before = resident_kb(server.pid)
             held = [greeted(server.port) for _ in range(connections)]
             idle.append([before / 1024])
-            grown.append([(_resident_kb(server.pid) - before) / connections])
+            grown.append([(resident_kb(server.pid) - before) / connections])
             for sock in held:
                 sock.close()
     return [
@@ -91,8 +91,3 @@ def _ready_ms(name: str) -> float:
     start_at = time.monotonic()
     with START[name]():
         return (time.monotonic() - start_at) * 1000
-
-
-def _resident_kb(pid: int) -> float:
-    facts = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
-    return float(facts["VmRSS"].split()[0])

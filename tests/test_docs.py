@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -29,9 +31,17 @@ SAYS = {
 }
 """Every example, and a line that it must print."""
 
+LAUNCHED = {"pi.py": "tests/elastic/test_pi.py", "ddp_elastic.py": "tests/interop/test_ddp_elastic.py"}
+"""Those that are for `rallypoint run`, and what runs them."""
+
+PAGES = ("README.md", "docs/run.md")
+"""Pages that show what the launcher prints."""
+
 
 def test_every_example_is_run():
-    assert {path.name for path in (ROOT / "examples").glob("*.py")} == set(SAYS)
+    assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*SAYS, *LAUNCHED}
+    for name, test in LAUNCHED.items():
+        assert f'"{name}"' in (ROOT / test).read_text() or f'"{name} ' in (ROOT / test).read_text()
 
 
 @pytest.mark.parametrize("name", SAYS)
@@ -71,6 +81,44 @@ def test_readme_python():
     assert "wait timed out after 0.5 s: still missing 'rank3/ready', 1 of 2 keys in <TCPStore" in printed.getvalue()
     assert "('rank3/ready',)" in printed.getvalue()
     assert "epoch' in <TCPStore" in printed.getvalue() and "missing: node-b, node-c" in printed.getvalue()
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_the_launcher_prints(page, tmp_path):
+    """A script whose first line is its name is written; `$ commands` are run, and print every line that is shown.
+
+    Numbers may differ, and so may the order, for workers run at the same time.
+    """
+    text = (ROOT / page).read_text()
+    (tmp_path / "rallypoint").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rallypoint "$@"\n')
+    (tmp_path / "rallypoint").chmod(0o755)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    for name, script in re.findall(r"```python\n# (\w+\.py)\n(.*?)```", text, re.S):
+        (tmp_path / name).write_text(script)
+    env = {**os.environ, "PATH": f"{tmp_path}{os.pathsep}{os.environ['PATH']}"}
+    shown = re.findall(r"^\$ (.*)\n((?:[^$`].*\n)+)", "".join(re.findall(r"```console\n.*?```", text, re.S)), re.M)
+    assert shown
+    for command, output in shown:
+        done = subprocess.run(
+            ["sh", "-c", f"({command}) 2>&1"], cwd=tmp_path, env=env, stdout=-1, text=True, timeout=100
+        )
+        said = {without_numbers(line) for line in [*done.stdout.splitlines(), "..."]}
+        missing = [line for line in output.splitlines() if line.strip() and without_numbers(line) not in said]
+        assert not missing, f"$ {command}\n{done.stdout}"
+
+
+def without_numbers(line):
+    return re.sub(r"\d[\d.,]*", "0", line)
+
+
+def test_the_launchers_page_tells_of_every_option():
+    page = (ROOT / "docs" / "run.md").read_text() + README
+    asked = subprocess.run([sys.executable, "-m", "rallypoint", "run", "--help"], capture_output=True, text=True)
+    options = set(re.findall(r"--[a-z-]+", asked.stdout)) - {"--help"}
+    assert len(options) > 20
+    assert not {option for option in options if option not in page}
+    (row,) = re.findall(r"^\| `(--nnodes .*?)`", README, re.M)
+    assert set(row.split()) <= options
 
 
 def test_the_rendezvous_page():

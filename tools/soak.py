@@ -1,9 +1,9 @@
 """Run the seeded tests again and again, with fresh seeds each round, until the time is over or a round fails.
 
 A round is one run of pytest over `SEEDED`: histories of real processes that must be linearizable, simulations with
-random cuts and deaths, those of shared objects included, and everything that hypothesis makes up. Its seeds follow from
-one number, which is printed before it starts. The first failure ends the soak, with the command that runs that round
-again.
+random cuts and deaths, those of shared objects included, everything that hypothesis makes up, and jobs under the
+launcher whose workers are killed for a minute. Its seeds follow from one number, which is printed before it starts. The
+first failure ends the soak, with the command that runs that round again.
 """
 
 from __future__ import annotations
@@ -27,12 +27,16 @@ SEEDED = (
     "tests/store/test_follower.py",
     "tests/store/test_file.py::test_a_writer_killed_at_any_moment_loses_nothing_that_it_was_told_is_done",
     "tests/store/test_file.py::test_a_process_killed_while_it_compacts_all_the_time_loses_nothing",
+    "tests/elastic/test_pi.py",
+    "tests/interop/test_ddp_elastic.py",
 )
+KILLING_S = 60
+"""How long the workers of an example are killed, one by one."""
 
 
 def replay(seed: int, histories: int, tests: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables and the command of the round with this first seed."""
-    variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories)}
+    variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories), "KILLING_S": str(KILLING_S)}
     return variables, [sys.executable, "-m", "pytest", "-x", "-q", f"--hypothesis-seed={seed}", *tests]
 
 

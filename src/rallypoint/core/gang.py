@@ -180,7 +180,7 @@ class Gang(Struct, kw_only=True):
         """Decide when a worker of another node has failed, and all are to start again."""
         if self.ending:
             return Decision(Act.WAIT, f"{failure}, while ending: {self.ending}")
-        return Decision(Act.REJOIN, f"{failure}; all nodes start again")
+        return Decision(Act.REJOIN, f"{failure}; all nodes stop")
 
     def unstartable(self, words: str) -> Decision:
         """Decide when a worker cannot be started at all."""

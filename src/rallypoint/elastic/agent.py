@@ -2,10 +2,10 @@
 
 One thread does everything: it joins, starts the workers, and then waits for what comes first: the exit of a worker, the
 end of the round, a signal, a moment that was set. What to do about it is `core/gang.py`'s to say. Other threads only
-bring news: the rendezvous' watch rings a bell, and the pump moves the workers' output.
+bring news: they ring a bell, and the pump moves the workers' output.
 
-Nodes talk through the store: the first failure of a round, by compare-and-set; how many restarts the job has used; who
-is done. The run is closed by whoever sees that it has a result, and everybody hears that as the end of the round.
+How nodes meet is in meeting.py, and what they tell each other in board.py. The run is closed by whoever sees that it
+has a result, and everybody hears that as the end of the round.
 """
 
 from __future__ import annotations
@@ -16,31 +16,27 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from rallypoint import net
 from rallypoint.core.gang import Act, Decision, Exit, Gang
-from rallypoint.core.machine import Waiting
 from rallypoint.deadline import Deadline
-from rallypoint.elastic import failure, home
+from rallypoint.elastic import failure
 from rallypoint.elastic.bell import Bell, Signalled
 from rallypoint.elastic.crew import Crew
 from rallypoint.elastic.events import Events
 from rallypoint.elastic.failure import Failure
 from rallypoint.elastic.job import Job
-from rallypoint.elastic.rendezvous import Rendezvous
-from rallypoint.elastic.workers import WorkerUnstartable, exit_code_of
+from rallypoint.elastic.meeting import FAILED, SUCCEEDED, Meeting
+from rallypoint.elastic.workers import exit_code_of
 from rallypoint.elastic.world import World
-from rallypoint.errors import MeetingError, RallypointError, RunClosed
-from rallypoint.recipes.exchange import Exchange
-from rallypoint.server.settings import DEFAULT_PORT
-from rallypoint.spawn import Server
-from rallypoint.store.tcp import TCPStore
-from rallypoint.store.url import parse_url
+from rallypoint.errors import NetworkError, RallypointError, RunClosed
+from rallypoint.server.settings import DEFAULT_GRACE_S
 
 __all__ = ["Agent"]
 
-SUCCEEDED, FAILED = "succeeded", "failed"
-READ_S = 60.0
-"""How long an operation of the store may take."""
+LOST_S = DEFAULT_GRACE_S + 1.0
+"""When it is known of a node that it is lost: a worker that fails before may have failed of that."""
+
+LONG_S = 3600.0
+STARTED = "started"
 
 
 class Agent:
@@ -51,271 +47,250 @@ class Agent:
         self._gang = Gang(rules=job.rules)
         self._events = Events(job.node or "", job.quiet, job.json)
         self._bell = Bell()
-        self._heard = False
-        """Whether the end of this round has been dealt with."""
-
+        self._crew: Crew | None = None
+        self._world: World
         self._failures: list[Failure] = []
-        self._done_by = Deadline(float("inf"))
+        """Those of this node in this round."""
+
+        self._due: list[tuple[Deadline, Sequence[int]]] = []
+        """Who is started again, and when."""
+
+        self._heard = self._came = False
+        self._done_by: Deadline | None = None
 
     def run(self) -> int:
         """Run the job; return the exit code."""
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self._bell.rung_by_signals())
+        with self._bell.rung_by_signals(), contextlib.ExitStack() as stack:
             try:
+                for note in self._job.notes:
+                    self._events.say("note", note)
                 self._settle(stack)
-                return self._live()
+                try:
+                    return self._live()
+                except RunClosed as closed:
+                    without = "" if self._came else f"run {self._job.run_id!r} has ended without this node: "
+                    return self._ended(closed.result, without + closed.reason)
             except Signalled as caught:
                 self._events.say("signal", f"{caught.name} while waiting for other nodes")
                 return 128 + int(signal.Signals[caught.name])
-            except RunClosed as closed:
-                return self._ended(closed.result, closed.reason)
             except RallypointError as error:
-                self._events.block(f"rallypoint run: {error}")
+                gone = "the run cannot go on without its server: " * isinstance(error, NetworkError)
+                self._events.fail("error", f"{gone}{error}")
+                self._stop()
                 return 1
 
-    # Where the job is
+    # Rounds
 
     def _settle(self, stack: contextlib.ExitStack) -> None:
-        """Find or start the server, and get ready for the first round; the stack puts it all away again."""
+        """Get ready for the first round; the stack puts it all away again."""
         job = self._job
-        with self._bell.interrupting():
-            if job.store is not None:
-                endpoint = parse_url(job.store).endpoint()
-                self._store = TCPStore(*endpoint, timeout=READ_S, wait_for_workers=False)
-            elif job.endpoint is not None:
-                endpoint = net.parse_endpoint(job.endpoint, DEFAULT_PORT)
-                self._store = home.find_or_start(endpoint, None, READ_S)
-            else:
-                server = stack.enter_context(Server())
-                endpoint = net.Endpoint("127.0.0.1", server.port)
-                self._store = TCPStore(*endpoint, timeout=READ_S, wait_for_workers=False)
-        self._server = net.Endpoint(endpoint.host, self._store.port)
-        stack.callback(self._store.close)
-        self._rendezvous = Rendezvous(
-            self._store,
-            job.run_id,
-            job.min_nodes,
-            job.max_nodes,
-            node=job.node,
-            rank=job.node_rank,
-            settings={"restart": job.rules.restart, "restart_budget": job.rules.budget},
-            last_call=job.last_call_s,
-            address=job.local_address,
-            progress=self._waiting,
-            on_change=self._bell.ring,
-        )
-        stack.callback(self._leave)
+        self._meeting = meeting = Meeting(job, self._events, self._bell, stack)
+        self._board, self._rendezvous = meeting.board, meeting.rendezvous
         logs = job.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="rallypoint-"))
         self._crew = Crew(job, Path(logs), self._bell.fileno())
         stack.callback(self._crew.close)
-
-    def _leave(self) -> None:
-        with contextlib.suppress(RallypointError):
-            if self._rendezvous.leave():
-                home.close_door(*self._server, self._job.run_id, READ_S, self._round.scope)
-                self._store.delete_prefix(self._key(""))
-
-    def _key(self, name: str) -> str:
-        """Return a key of the whole run."""
-        return f"run:{self._job.run_id}/{name}"
-
-    # Rounds
+        stack.enter_context(self._events.shown_by(self._crew.say))
 
     def _live(self) -> int:
         self._rendezvous.begin_anew()
         while True:
-            world = None
-            while world is None:
-                self._join()
-                world = self._world()
-            self._gang.regrouped()
-            self._crew.enter(world)
-            try:
-                self._start(world.ranks)
-            except WorkerUnstartable as error:
-                self._rendezvous.close(FAILED, str(error))
-                raise
-            code = self._watch_over()
+            code = self._watch_over(self._meeting.come())
             if code is not None:
                 return code
 
-    def _join(self) -> None:
-        with self._bell.interrupting():
-            now = self._round = self._rendezvous.join(self._job.join_timeout_s)
-        self._heard = False
-        self._events.node = self._rendezvous.node
-        words = f"round {now.number}: node {now.rank} of {now.world_size}, {now.reason}"
-        self._events.say("round", words, round=now.number, node_rank=now.rank, nodes=now.world_size)
-
-    def _world(self) -> World | None:
-        """Find out where this node's workers stand; None where the round fell apart meanwhile."""
-        job, now = self._job, self._round
-        try:
-            with self._bell.interrupting():
-                counts = [job.workers]
-                if now.world_size > 1:
-                    told = Exchange(now.store, "workers", now.world_size).all_gather(
-                        now.rank, str(job.workers).encode(), READ_S
-                    )
-                    counts = [int(count) for count in told]
-                port = home.open_door(*self._server, job.run_id, now.scope, READ_S)
-        except MeetingError as error:
-            self._events.say("rejoin", f"round {now.number} fell apart: {error}")
-            return None
-        return World(
-            run_id=job.run_id,
-            url=f"tcp://{self._server}",
-            scope=now.scope,
-            number=now.number,
-            node=self._rendezvous.node,
-            node_rank=now.rank,
-            nodes=now.world_size,
-            workers=counts,
-            master=net.Endpoint(self._server.host, port),
-            role=job.role,
-            restarts=self._store.add(self._key("restarts"), 0),
-            max_restarts=job.rules.budget,
-        )
-
-    def _start(self, ranks: Sequence[int]) -> None:
-        self._gang.started(ranks)
-        self._crew.start(ranks)
-        words = f"started {len(ranks)} workers, of ranks {min(ranks)} to {max(ranks)}"
-        self._events.say("started", words, ranks=list(ranks))
-
-    def _watch_over(self) -> int | None:
+    def _watch_over(self, world: World) -> int | None:
         """Live through a round; return the exit code, or None to come again."""
-        self._done_by = Deadline(float("inf"))
+        self._world, self._failures, self._heard, self._done_by = world, [], False, None
+        self._came = True
+        self._gang.regrouped()
+        self._bell.forget_forwarded()
+        self._workers.enter(world)
+        words = f"round {world.number}: {world.words()}; {world.reason}"
+        facts = {"round": world.number, "node_rank": world.node_rank, "nodes": world.nodes, "workers": world.size}
+        self._events.say("round", words, to_people=world.nodes > 1, **facts)
+        self._due = [(Deadline(0.0), world.ranks)]
         while True:
             for decision in self._decisions():
-                if decision.act not in (Act.WAIT, Act.END):
-                    self._events.say(decision.act, decision.reason)
+                self._announce(decision)
                 ends, code = self._carry_out(decision)
                 if ends:
                     return code
+            self._workers.wait(self._patience_s())
+            self._bell.silence()
+
+    def _announce(self, decision: Decision) -> None:
+        """Tell what was decided; people are not told what they will read in the end anyway."""
+        act = decision.act
+        if act != Act.WAIT:
+            told_at_end = act == Act.FAIL and (not self._job.rules.budget or not self._failures[-1].pid)
+            shown = act not in (Act.FINISH, Act.END, Act.FORWARD, STARTED) and not told_at_end
+            self._events.say(act, decision.reason, to_people=shown, ranks=list(decision.ranks))
+
+    def _patience_s(self) -> float:
+        """Return how long nothing is to be done unless something happens."""
+        if self._bell.signals or self._board.news or self._ends_now():
+            return 0.0
+        moments = [deadline for deadline, _ in self._due] + ([self._done_by] if self._done_by else [])
+        return min([LONG_S, *(moment.remaining() for moment in moments)])
 
     def _decisions(self) -> Iterator[Decision]:
-        """Wait for something to happen, and yield what to do about it."""
-        exits = self._crew.wait(min(self._done_by.remaining(), 3600.0))
-        self._bell.silence()
+        """Look at all that may have happened, and yield what to do about it."""
         while self._bell.signals:
             yield self._gang.signal(self._bell.signals.pop(0))
-        for rank, code, words, uptime_s in exits:
-            yield self._gang.exited(Exit(rank, code, words, uptime_s), self._charge(rank, code))
-        if self._is_over() and not self._heard:
-            self._heard = True
-            yield self._what_now(self._rendezvous.changed.reason)
-        if self._done_by.expired():
-            waiting = ", ".join(sorted(set(self._rendezvous.status().nodes) - set(self._done())))
-            reason = f"waited {self._job.exit_timeout_s:g} s for other nodes to be done; not done: {waiting}"
-            yield Decision(Act.END, reason)
+        for end in self._workers.exits():
+            yield self._exited(end)
+        if self._ends_now() or self._board.news:
+            self._board.news = False
+            yield self._look() or Decision(Act.WAIT, "the round stands")
+        while self._due and self._due[0][0].expired():
+            yield self._start(self._due.pop(0)[1])
+        if self._done_by is not None and self._done_by.expired():
+            standing = self._meeting.standing()
+            late = ", ".join(sorted(standing.living.difference(standing.done)))
+            yield Decision(Act.END, f"waited {self._job.exit_timeout_s:g} s for other nodes, which go on: {late}")
 
     def _carry_out(self, decision: Decision) -> tuple[bool, int | None]:
         """Do what was decided; return whether this node's round is over by that, and the exit code if all is."""
         act = decision.act
         if act == Act.FORWARD:
-            self._crew.signal(signal.Signals[decision.reason.split()[0]])
+            self._workers.signal(signal.Signals[decision.signal])
         elif act == Act.RESTART:
             self._stop(decision.ranks)
-            if not self._pause(decision.after_s):
-                return False, None
-            self._crew.restarted(self._store.add(self._key("restarts"), 0))
-            self._start(decision.ranks)
+            self._workers.restarted(self._board.restarts())
+            self._due = sorted([*self._due, (Deadline(decision.after_s), decision.ranks)], key=lambda due: due[0].at)
         elif act == Act.REJOIN:
+            if self._failures:
+                self._board.tell()
             self._stop()
             self._pause(decision.after_s)
             return True, None
         elif act == Act.FINISH:
-            if self._finish():
-                return True, self._ended(SUCCEEDED, decision.reason)
+            return self._finish()
         elif act in (Act.LEAVE, Act.KILL):
             self._stop(grace_s=0.0 if act == Act.KILL else None)
-            return True, 128 + int(signal.Signals[decision.reason.split()[0]])
+            return True, 128 + int(signal.Signals[decision.signal])
         elif act == Act.FAIL:
-            first = self._round.store.get("failure", READ_S)
-            self._store.compare_set(self._key("failure"), "", first.decode())
-            self._rendezvous.close(FAILED, decision.reason)
-            self._stop()
-            return True, self._ended(FAILED, decision.reason)
+            return True, self._fail(decision.reason)
         elif act == Act.END:
             self._stop()
-            status = self._rendezvous.status()
-            return True, self._ended(status.result or SUCCEEDED, decision.reason)
+            return True, self._ended(self._rendezvous.status().result or SUCCEEDED, decision.reason)
         return False, None
 
-    # What came
+    # What happened
 
-    def _charge(self, rank: int, code: int) -> int:
-        """Write down a failure, and return how many restarts the job has used; a whole round uses one."""
-        if code == 0 or self._gang.ending:
-            return 0
-        told = self._crew.failure(rank, code)
-        self._failures.append(told)
-        text = told.encode()
-        first = self._round.store.compare_set("failure", "", text) == text.encode()
-        return self._store.add(self._key("restarts"), int(first or self._job.rules.restart != "group"))
+    def _start(self, ranks: Sequence[int]) -> Decision:
+        self._gang.started(ranks)
+        unstartable = self._workers.start(ranks)
+        if unstartable is not None:
+            self._failures.append(unstartable)
+            return self._gang.unstartable(unstartable.message)
+        return Decision(STARTED, f"started {len(ranks)} workers", ranks)
 
-    def _what_now(self, reason: str) -> Decision:
-        """Decide about a round that is over."""
+    def _exited(self, end: Exit) -> Decision:
+        """Decide on the end of a worker; one that failed when the round was over may have failed of that."""
+        if end.code == 0 or self._gang.ending:
+            return self._gang.exited(end, 0)
+        self._failures.append(self._workers.failure(end.rank, end.code))
+        other = None if self._heard else self._look()
+        if other is not None:
+            return other
+        return self._gang.exited(end, self._board.charge(self._failures[-1], self._job.rules.restart == "group"))
+
+    def _look(self) -> Decision | None:
+        """Decide about the round as it stands; None to go on."""
         status = self._rendezvous.status()
         if status.phase == "closed":
-            return self._gang.closed(status.result or "", reason)
-        if self._round.store.check(["failure"]):
-            cause = Failure.decode(self._round.store.get("failure"))
-            reason = f"{reason}: {cause.summary()}"
-        done = not self._gang.running and set(status.nodes) <= set(self._done())
-        return self._gang.changed(reason, done)
+            return self._gang.closed(*status.reason.split(": ", 1))
+        cause = self._board.cause()
+        if cause is not None:
+            return self._gang.failed_elsewhere(cause.summary())
+        change = self._rendezvous.changed  # it is also set when the watch was lost, and the round stands
+        stands = status.phase == "formed" and status.round == self._world.number and not change.is_set()
+        if self._heard or stands:
+            return None
+        self._heard = True
+        reason = status.over or change.reason or "another round was formed"
+        decision = self._gang.changed(reason, self._meeting.standing(status))
+        if decision.act != Act.WAIT:
+            return decision
+        self._events.say("left", decision.reason)
+        return None
 
-    def _finish(self) -> bool:
-        """Say that this node is done, and close the run if everybody is; say whether it was."""
-        self._round.store.set(f"done:{self._rendezvous.node}", "")
-        self._done_by = Deadline(self._job.exit_timeout_s)
-        everybody = set(self._rendezvous.status().nodes) <= set(self._done())
-        return everybody and self._rendezvous.close(SUCCEEDED, "the workers of all nodes have succeeded")
+    def _finish(self) -> tuple[bool, int | None]:
+        """Say that this node is done, and close the run if everybody is."""
+        reason = "the workers of all nodes have succeeded"
+        self._board.finish(self._world.node)
+        self._done_by = self._done_by or Deadline(self._job.exit_timeout_s)
+        if not self._meeting.standing().all_done:
+            return False, None
+        self._meeting.close(SUCCEEDED, reason)
+        return True, self._ended(self._rendezvous.status().result or SUCCEEDED, f"the run has succeeded: {reason}")
 
-    def _done(self) -> list[str]:
-        return [key.removeprefix("done:") for key in self._round.store.list_keys() if key.startswith("done:")]
+    def _fail(self, reason: str) -> int | None:
+        """End the run for all, unless what failed did so because a node was lost: then None, to come again."""
+        own = self._failures[-1]
+        self._failures += [self._workers.failure(end.rank, end.code) for end in self._workers.exits() if end.code]
+        known = Deadline(LOST_S)
+        if self._world.nodes > 1 and own.pid and own.code not in self._job.rules.final_codes:
+            self._board.blame(own)
+            self._board.tell()
+            self._stop()
+            self._pause(known.remaining())
+            standing = self._meeting.standing()
+            lost = set(standing.members).difference(standing.living, standing.done)
+            if lost:
+                if self._board.cause() == own:
+                    self._board.refund()
+                self._events.say("rejoin", self._gang.excused(", ".join(sorted(lost))).reason)
+                return None
+        self._board.fail(self._board.cause() or own)
+        self._meeting.close(FAILED, reason)
+        self._stop()
+        return self._ended(FAILED, reason)
 
     def _ended(self, result: str, reason: str) -> int:
         """Say how the run has ended; return the exit code."""
         if result == SUCCEEDED:
-            self._events.say("end", f"done: {reason}")
+            self._events.say("end", reason, to_people=not self._job.alone)
             return 0
-        found = self._store.check([self._key("failure")])
-        first = Failure.decode(self._store.get(self._key("failure"))) if found else None
+        first = self._board.failure()
         if first is None:
-            self._events.block(f"rallypoint run: the run has {result}: {reason}")
+            self._events.fail("end", f"the run has {result}: {reason}")
             return 1
         others = [other for other in self._failures if other != first]
-        self._events.say("failure", first.summary(), failure=first.facts())
-        self._events.block(failure.report(first, others))
+        words = first.summary() if first.pid else f"rank {first.rank} on {first.node}: {first.message}"
+        text = failure.report(first, others) if first.pid else ""
+        self._events.fail("failure", words, text, failure=first.facts())
         if self._job.log_dir is not None:
-            failure.write(Path(self._job.log_dir), first, others)
+            try:
+                failure.write(Path(self._job.log_dir), first, others)
+            except OSError as error:
+                self._events.fail("error", f"failure.json cannot be written: {error}")
         return exit_code_of(first.code)
 
     # Stopping, pausing, signals
 
+    @property
+    def _workers(self) -> Crew:
+        assert self._crew is not None
+        return self._crew
+
     def _stop(self, ranks: Sequence[int] | None = None, grace_s: float | None = None) -> None:
         """Stop workers: TERM, then KILL when the grace is over, or at once when interrupted again."""
-        deadline = Deadline(self._job.grace_s if grace_s is None else grace_s)
-        self._crew.stop(ranks, deadline, self._interrupted_again)
+        if ranks is None:
+            self._due = []
+        if self._crew is not None:
+            self._crew.stop(ranks, Deadline(self._job.grace_s if grace_s is None else grace_s), self._hurried)
 
-    def _interrupted_again(self) -> bool:
+    def _hurried(self) -> bool:
         self._bell.silence()
-        again = [self._gang.signal(name).act for name in self._bell.signals]
-        self._bell.signals.clear()
-        return Act.KILL in again
+        return self._gang.hurried(self._bell.signals)
 
-    def _pause(self, after_s: float) -> bool:
-        """Pause before a restart; say whether nothing came between."""
+    def _pause(self, after_s: float) -> None:
+        """Pause, unless this agent is to end, or the run has."""
         deadline = Deadline(after_s)
-        while not deadline.expired() and not self._bell.signals and not self._is_over():
+        while not deadline.expired() and not self._bell.ends() and self._rendezvous.status().phase != "closed":
             self._bell.wait(deadline.remaining())
-        return not self._bell.signals and not self._is_over()
 
-    def _is_over(self) -> bool:
-        return self._rendezvous.changed.is_set()
-
-    def _waiting(self, waiting: Waiting) -> None:
-        self._events.waiting(f"waiting {waiting.waited_s:.0f} s: {waiting.reason}")
-        self._events.say("waiting", f"has waited {waiting.waited_s:.0f} s: {waiting.reason}")
+    def _ends_now(self) -> bool:
+        return self._rendezvous.changed.is_set() and not self._heard

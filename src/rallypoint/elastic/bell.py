@@ -15,7 +15,7 @@ from typing import Any
 
 __all__ = ["Bell", "Signalled"]
 
-ENDING = ("SIGTERM", "SIGINT")
+ENDING = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
 HANDLED = (*ENDING, "SIGUSR1", "SIGUSR2")
 
 
@@ -57,24 +57,35 @@ class Bell:
             while os.read(self._mouth, 4096):
                 pass
 
+    def ends(self) -> bool:
+        """Say whether a signal that means the end is still to be dealt with."""
+        return any(name in ENDING for name in self.signals)
+
+    def forget_forwarded(self) -> None:
+        """Forget the signals that were for workers which are not there any more."""
+        self.signals = [name for name in self.signals if name in ENDING]
+
     @contextlib.contextmanager
     def rung_by_signals(self) -> Iterator[None]:
         """Let signals ring it, in the main thread, until the end of this block."""
-        before = {name: signal.signal(getattr(signal, name), self._handle) for name in HANDLED}
+        numbers = [getattr(signal, name) for name in HANDLED]
+        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # as nohup asks for
+            numbers.remove(signal.SIGHUP)
+        before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
-            for name, handler in before.items():
-                signal.signal(getattr(signal, name), handler)
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     @contextlib.contextmanager
     def interrupting(self) -> Iterator[None]:
         """Let a signal that means the end raise Signalled in this block, also one that came just before."""
-        ending = [name for name in self.signals if name in ENDING]
-        if ending:
-            raise Signalled(ending[0])
-        self._interrupts = True
+        self._interrupts = True  # first: a signal that comes now is either raised or found
         try:
+            for name in self.signals:
+                if name in ENDING:
+                    raise Signalled(name)
             yield
         finally:
             self._interrupts = False

@@ -6,7 +6,7 @@ import os
 import select
 import signal
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -16,11 +16,12 @@ from rallypoint.elastic.failure import Failure, failure_of
 from rallypoint.elastic.job import Job
 from rallypoint.elastic.output import Feed, Pump, Std, parse_std, route, worker_dir
 from rallypoint.elastic.warden import Warden
-from rallypoint.elastic.workers import Worker, describe_exit
+from rallypoint.elastic.workers import Worker, WorkerUnstartable, describe_exit
 from rallypoint.elastic.world import World, environment
 
 __all__ = ["Crew"]
 
+NOT_EXECUTABLE, NOT_FOUND = 126, 127
 SLICE_S = 0.5
 """How long a stop waits before it looks whether it was interrupted again, should the bell have been missed."""
 
@@ -51,55 +52,68 @@ class Crew:
         """Note how many restarts the job has used, for those who are started next."""
         self._world = self._world._replace(restarts=restarts)
 
-    def start(self, ranks: Sequence[int]) -> None:
-        """Start workers. Raises WorkerUnstartable, and OSError where their files cannot be made."""
+    def start(self, ranks: Sequence[int]) -> Failure | None:
+        """Start workers; return what is known of one that cannot be started at all."""
         self._attempt += 1
         for rank in ranks:
-            local, world = rank - self._world.first, self._world
-            directory = worker_dir(self._logs, self._attempt, local)
-            directory.mkdir(parents=True, exist_ok=True)
-            errors = directory / "error.json"
-            out, err = (
-                route(stream, local, self._redirects, self._tee, self._job.shown_ranks, directory)
-                for stream in (Std.OUT, Std.ERR)
-            )
-            label = f"{world.node}:{rank}"
-            feed = self._pump.open(label, out, err, rank=rank, prefix=self._prefix)
-            told = environment(world, rank, self._job.environment, str(errors))
-            worker = Worker(self._job.command.words(), told, label, feed.stdout, feed.stderr, self._warden)
             try:
-                worker.start()
-            finally:
-                feed.started()
-            self._workers[rank] = (worker, feed, errors)
-            self._ended.discard(rank)
+                self._start(rank)
+            except (WorkerUnstartable, OSError) as error:
+                return self._unstartable(rank, error)
+        return None
 
-    def wait(self, timeout_s: float) -> list[Exit]:
-        """Wait until a worker ends, the bell rings, or the time is over; return who has ended, once each."""
-        self._look([self._bell], timeout_s)
-        exits = []
-        for rank, (worker, _, _) in self._workers.items():
-            code = worker.poll()
-            if code is not None and rank not in self._ended:
-                self._ended.add(rank)
-                exits.append(Exit(rank, code, describe_exit(code), worker.uptime_s))
-        return exits
+    def _start(self, rank: int) -> None:
+        local, world = rank - self._world.first, self._world
+        directory = worker_dir(self._logs, self._attempt, local)
+        directory.mkdir(parents=True, exist_ok=True)
+        errors = directory / "error.json"
+        out, err = (
+            route(stream, local, self._redirects, self._tee, self._job.shown_ranks, directory)
+            for stream in (Std.OUT, Std.ERR)
+        )
+        label = f"{world.node}:{rank}"
+        feed = self._pump.open(label, out, err, rank=rank, prefix=self._prefix)
+        told = environment(world, rank, self._job.environment, str(errors))
+        worker = Worker(self._job.command.words(), told, label, feed.stdout, feed.stderr, self._warden)
+        try:
+            worker.start()
+        finally:
+            feed.started()
+        self._workers[rank] = (worker, feed, errors)
+        self._ended.discard(rank)
+
+    def wait(self, timeout_s: float) -> None:
+        """Wait until a worker ends, the bell rings, or the time is over."""
+        running = [worker.fileno() for rank, (worker, _, _) in self._workers.items() if rank not in self._ended]
+        _wait_for([self._bell, *running], timeout_s)
+
+    def exits(self) -> Iterator[Exit]:
+        """Yield who has ended, once each; those who are stopped or started again between two of them are not told."""
+        for rank in list(self._workers):
+            if rank in self._workers and rank not in self._ended:
+                worker = self._workers[rank][0]
+                code = worker.poll()
+                if code is not None:
+                    self._ended.add(rank)
+                    yield Exit(rank, code, describe_exit(code), worker.uptime_s)
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and what they have started."""
         for worker, _, _ in self._workers.values():
             worker.signal(number)
 
-    def stop(self, ranks: Sequence[int] | None, deadline: Deadline, interrupted: Callable[[], bool]) -> None:
-        """Ask workers to end, and kill those who have not at the deadline, or at once if interrupted; forget them."""
+    def stop(self, ranks: Sequence[int] | None, deadline: Deadline, hurried: Callable[[], bool]) -> None:
+        """Ask workers to end, and kill those who have not at the deadline, or once it is hurried; forget them."""
         stopped = [rank for rank in self._workers if ranks is None or rank in ranks]
         running = [self._workers[rank][0] for rank in stopped if self._workers[rank][0].poll() is None]
         for worker in running:
             worker.signal(signal.SIGTERM)
-        while running and not deadline.expired() and not interrupted():
+        while running and not deadline.expired() and not hurried():
             descriptors = [self._bell, *(worker.fileno() for worker in running)]
             _wait_for(descriptors, min(deadline.remaining(), SLICE_S))
             running = [worker for worker in running if worker.poll() is None]
+        for rank in stopped:
+            self._workers[rank][0].kill()
         for rank in stopped:
             worker, feed, _ = self._workers.pop(rank)
             worker.close()
@@ -121,15 +135,29 @@ class Crew:
             stderr=feed.tail(),
         )
 
+    def say(self, line: str) -> None:
+        """Show a line between those of the workers."""
+        self._pump.say(line)
+
     def close(self) -> None:
         """End all that is left, at once."""
         self.stop(None, Deadline(0.0), lambda: True)
         self._pump.close()
         self._warden.close()
 
-    def _look(self, descriptors: list[int], timeout_s: float) -> None:
-        running = [worker.fileno() for rank, (worker, _, _) in self._workers.items() if rank not in self._ended]
-        _wait_for([*descriptors, *running], timeout_s)
+    def _unstartable(self, rank: int, error: Exception) -> Failure:
+        """Say of one that is no process what a shell would."""
+        return Failure(
+            node=self._world.node,
+            host=socket.gethostname(),
+            rank=rank,
+            local_rank=rank - self._world.first,
+            pid=0,
+            code=NOT_FOUND if isinstance(error.__cause__, FileNotFoundError) else NOT_EXECUTABLE,
+            how="not started",
+            at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+            message=str(error),
+        )
 
 
 def _wait_for(descriptors: Sequence[int], timeout_s: float) -> None:

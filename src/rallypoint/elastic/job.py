@@ -61,6 +61,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     environment: dict[str, str] = {}
     quiet: bool = False
     json: bool = False
+    notes: tuple[str, ...] = ()
+    """What to say of options that do not matter."""
 
     @property
     def alone(self) -> bool:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from rallypoint import net
+from rallypoint.deadline import Deadline
+from rallypoint.elastic.rendezvous import Round
+from rallypoint.errors import MembersMissing
+from rallypoint.recipes.exchange import Exchange
 
-__all__ = ["World", "environment"]
+__all__ = ["World", "environment", "gather"]
+
+LOOK_S = 2.0
+"""How often a node that waits to hear of the others looks whether the round is over."""
 
 
 class World(NamedTuple):
@@ -18,9 +25,13 @@ class World(NamedTuple):
     url: str
     scope: int
     number: int
-    node: str
+    reason: str
+    """Why the round was formed."""
+
+    members: Sequence[str]
+    """The nodes, by rank."""
+
     node_rank: int
-    nodes: int
     workers: Sequence[int]
     """How many workers each node has, by its rank."""
 
@@ -30,6 +41,16 @@ class World(NamedTuple):
     role: str
     restarts: int
     max_restarts: int
+
+    @property
+    def node(self) -> str:
+        """The name of this node."""
+        return self.members[self.node_rank]
+
+    @property
+    def nodes(self) -> int:
+        """How many nodes there are."""
+        return len(self.members)
 
     @property
     def size(self) -> int:
@@ -45,6 +66,31 @@ class World(NamedTuple):
     def ranks(self) -> range:
         """The global ranks of this node's workers."""
         return range(self.first, self.first + self.workers[self.node_rank])
+
+    def words(self) -> str:
+        """Say where this node stands."""
+        ranks = self.ranks
+        own = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        return f"node {self.node_rank} of {self.nodes}, {own} of {self.size}"
+
+
+def gather(now: Round, node: str, workers: int, is_over: Callable[[], bool], timeout_s: float) -> list[tuple[str, int]]:
+    """Return the name and the number of workers of every node of a round, by rank.
+
+    Raises MembersMissing when one does not say so in time, or the round is over before it has.
+    """
+    if now.world_size == 1:
+        return [(node, workers)]
+    deadline, exchange = Deadline(timeout_s), Exchange(now.store, "nodes", now.world_size)
+    while True:
+        try:
+            told = exchange.all_gather(now.rank, f"{workers} {node}".encode(), min(deadline.remaining(), LOOK_S))
+        except MembersMissing:
+            if is_over() or deadline.expired():
+                raise
+            continue
+        split = [text.decode().partition(" ") for text in told]
+        return [(name, int(count)) for count, _, name in split]
 
 
 def environment(world: World, rank: int, extra: Mapping[str, str], error_file: str) -> dict[str, str]:
@@ -75,6 +121,7 @@ def environment(world: World, rank: int, extra: Mapping[str, str], error_file: s
     }
     base = {**os.environ, **extra}
     base.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
+    base.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
     if here > 1:
         base.setdefault("OMP_NUM_THREADS", "1")  # else every worker would take all cores
     return base | {name: str(value) for name, value in told.items()}

@@ -1,0 +1,126 @@
+"""Where a node meets the others of its run: the server, the rendezvous, and the board on which they write.
+
+The server is that of --store, which runs; or that of an endpoint, which whoever has the address starts, and which
+outlives them all; or, for a node that is alone, a child on a free port.
+"""
+
+from __future__ import annotations
+
+import contextlib
+
+from rallypoint import net
+from rallypoint.core.gang import Standing
+from rallypoint.core.machine import Waiting
+from rallypoint.elastic import home
+from rallypoint.elastic.bell import Bell
+from rallypoint.elastic.board import Board
+from rallypoint.elastic.events import Events
+from rallypoint.elastic.job import Job
+from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
+from rallypoint.elastic.world import World, gather
+from rallypoint.errors import MeetingError, RallypointError
+from rallypoint.server.settings import DEFAULT_PORT
+from rallypoint.spawn import Server
+from rallypoint.store.tcp import TCPStore
+from rallypoint.store.url import parse_url
+
+__all__ = ["FAILED", "SUCCEEDED", "Meeting"]
+
+SUCCEEDED, FAILED = "succeeded", "failed"
+"""The results of a run."""
+
+READ_S = 60.0
+"""How long an operation of the store may take."""
+
+
+class Meeting:
+    """One node's side of a run; the stack leaves it, and puts everything away."""
+
+    def __init__(self, job: Job, events: Events, bell: Bell, stack: contextlib.ExitStack) -> None:
+        self._job = job
+        self._events = events
+        self._bell = bell
+        self._members: list[str] = []
+        self._round: Round | None = None
+        self._store, host = self._open(stack)
+        stack.callback(self._store.close)
+        self._server = net.Endpoint(host, self._store.port)
+        self.board = Board(self._store, job.run_id, bell.ring)
+        self.rendezvous = Rendezvous(
+            self._store,
+            job.run_id,
+            job.min_nodes,
+            job.max_nodes,
+            node=job.node,
+            rank=job.node_rank,
+            settings={"restart": job.rules.restart, "restart_budget": job.rules.budget},
+            last_call=job.last_call_s,
+            address=job.local_address,
+            progress=self._waits,
+            on_change=bell.ring,
+        )
+        stack.callback(self._leave)
+
+    def come(self) -> World:
+        """Come to a round that holds until all of it know each other."""
+        while True:
+            with self._bell.interrupting(), self._events.status(self._why):
+                now = self._round = self.rendezvous.join(self._job.join_timeout_s)
+                self.board.enter(now.store)
+                self._events.node = self.rendezvous.node
+                try:
+                    told = gather(now, self.rendezvous.node, self._job.workers, self.rendezvous.changed.is_set, READ_S)
+                    port = home.open_door(*self._server, self._job.run_id, now.scope, READ_S)
+                except MeetingError as error:
+                    self._events.say("rejoin", f"round {now.number} fell apart: {error}")
+                    continue
+            self._members = [name for name, _ in told]
+            return World(
+                run_id=self._job.run_id,
+                url=f"tcp://{self._server}",
+                scope=now.scope,
+                number=now.number,
+                reason=now.reason,
+                members=self._members,
+                node_rank=now.rank,
+                workers=[count for _, count in told],
+                master=net.Endpoint(self._server.host, port),
+                role=self._job.role,
+                restarts=self.board.restarts(),
+                max_restarts=self._job.rules.budget,
+            )
+
+    def standing(self, status: Status | None = None) -> Standing:
+        """Return how the nodes of this round stand."""
+        status = status or self.rendezvous.status()
+        return Standing(self._members, list(status.nodes), status.waiting, self.board.done())
+
+    def close(self, result: str, reason: str) -> None:
+        """End the run for everybody, unless somebody has."""
+        self.rendezvous.close(result, reason)
+        self.board.tell()
+
+    def _open(self, stack: contextlib.ExitStack) -> tuple[TCPStore, str]:
+        job = self._job
+        if job.alone:
+            server = stack.enter_context(Server())
+            return TCPStore("127.0.0.1", server.port, timeout=READ_S, wait_for_workers=False), "127.0.0.1"
+        url = None if job.store is None else parse_url(job.store)
+        endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
+        with self._bell.interrupting(), self._events.status(lambda: f"no server answers at {endpoint} yet"):
+            store = home.find_or_start(endpoint, False if url else None, job.join_timeout_s)
+        store.set_timeout(READ_S)
+        return store, endpoint.host
+
+    def _leave(self) -> None:
+        with contextlib.suppress(RallypointError):
+            if self.rendezvous.leave() and self._round is not None:
+                home.close_door(*self._server, self._job.run_id, READ_S, self._round.scope)
+                self.board.clear()
+
+    def _why(self) -> str:
+        status = self.rendezvous.status()
+        return "this node is a spare" if status.phase == "formed" else status.reason
+
+    def _waits(self, waiting: Waiting) -> None:
+        self._events.waits(f"has waited {waiting.waited_s:.0f} s: {waiting.reason}")

@@ -1,0 +1,341 @@
+"""`rallypoint run` as people run it: real agents, real workers, real signals."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.elastic.runs import Node, Place, gone
+from tests.wire import AMPLE_S, until
+
+import rallypoint
+from rallypoint.elastic.rendezvous import Rendezvous
+
+TOLD = frozenset(
+    """RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE
+    MASTER_ADDR MASTER_PORT TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_RUN_ID
+    TORCHELASTIC_USE_AGENT_STORE TORCHELASTIC_ERROR_FILE TORCHELASTIC_SIGNALS_TO_HANDLE TORCH_NCCL_ASYNC_ERROR_HANDLING
+    OMP_NUM_THREADS""".split()  # noqa: SIM905
+)
+"""What torchrun 2.13 tells two workers."""
+
+STAY = "stay()"
+TELL = "say(json.dumps(dict(os.environ)))"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with Place(tmp_path) as made:
+        yield made
+
+
+def told(node: Node) -> list[dict[str, str]]:
+    """Return the environments that workers printed, by rank."""
+    return sorted((json.loads(line) for line in node.out.splitlines()), key=lambda one: int(one["RANK"]))
+
+
+# One node
+
+
+def test_workers_are_told_what_torchrun_tells_them(place: Place) -> None:
+    node = place.run("--nproc-per-node", 2, "--role", "trainer", "--max-restarts=3", place.script(TELL))
+    assert (node.end(), node.err) == (0, "")
+    zero, one = told(node)
+    ours = {name for name in one if name.startswith("RALLYPOINT_")}
+    assert set(one) - set(os.environ) - ours - {"TMPDIR"} == TOLD - set(os.environ)
+    assert one["RALLYPOINT_URL"].startswith("tcp://127.0.0.1:") and ours >= {"RALLYPOINT_RUN", "RALLYPOINT_ROUND"}
+    names = """RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK
+    ROLE_WORLD_SIZE MASTER_ADDR TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE"""
+    assert " ".join(one[name] for name in names.split()) == "1 1 2 2 0 1 trainer 1 2 127.0.0.1 0 3 True"
+    assert zero["TORCHELASTIC_ERROR_FILE"] != one["TORCHELASTIC_ERROR_FILE"]
+    assert not Path(one["TORCHELASTIC_ERROR_FILE"]).parents[2].exists(), "what had no place of its own is removed"
+
+
+@pytest.mark.needs("torch")
+def test_the_list_of_those_variables_is_torchruns(place: Place) -> None:
+    script = place.where / "tell.py"
+    script.write_text("import json, os\nprint(json.dumps(dict(os.environ)))")
+    mine = {name: value for name, value in os.environ.items() if name not in TOLD}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(script)]
+    done = subprocess.run(command, env=mine, capture_output=True, check=True, timeout=AMPLE_S)
+    assert {name for name in json.loads(done.stdout.splitlines()[0]) if name not in mine} == TOLD
+
+
+RAISE = """
+if rank == 1:
+    os.write(2, b"a word before\\n")
+    raise ValueError("no such thing")
+hang()
+"""
+RECORD = """
+if rank == 1:
+    with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+        json.dump({"message": {"message": "told so", "extraInfo": {"py_callstack": "by the script"}}}, file)
+    sys.exit(7)
+hang()
+"""
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code", "said"),
+    [
+        (
+            RAISE,
+            1,
+            ["FAILED FIRST: ValueError: no such thing", "exit code 1", "| a word before", 'raise ValueError("no'],
+        ),
+        (RECORD, 7, ["FAILED FIRST: told so", "exit code 7", "by the script"]),
+        ("os.kill(os.getpid(), 11) if rank == 1 else hang()", 139, ["FAILED FIRST: killed by SIGSEGV (11)"]),
+    ],
+)
+def test_a_failure_is_reported(place: Place, code: str, exit_code: int, said: list[str]) -> None:
+    node = place.run("--nproc-per-node=2", "--log-dir", place.where / "logs", place.script(code))
+    assert node.end() == exit_code
+    for words in [*said, "1 (local rank 1)"]:
+        assert words in node.err
+    assert "rallypoint run:" not in node.err, "the report says it all"
+    found = json.loads((place.where / "logs" / "failure.json").read_text())
+    assert found["first"]["rank"] == 1 and abs(found["first"]["code"]) == (exit_code if exit_code < 128 else 11)
+    assert found["first"]["message"] in said[0] and found["others"] == []
+
+
+def test_what_others_died_of_is_folded_under_it(place: Place) -> None:
+    node = place.run("--nproc-per-node=2", place.script("on('SIGUSR2', lambda: os._exit(3 + rank)); stay()"))
+    pids = node.up(0, 1, world=2)
+    node.signal("SIGSTOP")  # it finds both dead when it goes on
+    for pid in pids.values():
+        os.kill(pid, signal.SIGUSR2)
+        gone(pid)
+    node.signal("SIGCONT")
+    assert node.end() == 3
+    assert "FAILED FIRST: exit code 3" in node.err
+    assert "after it, 1 more failed:\n  - rank 1 on" in node.err and "ended with exit code 4" in node.err
+
+
+def test_final_codes_are_not_started_again(place: Place) -> None:
+    script = place.script("say('up'); sys.exit(42)")
+    node = place.run("--max-restarts=5", "--final-codes=41,42", script)
+    assert (node.end(), node.out) == (42, "up")
+    assert "this exit code means that starting again is no use" in node.err
+
+
+def test_what_cannot_be_started(place: Place) -> None:
+    plain = place.where / "plain"
+    plain.write_text("words")
+    for what, code, why in (("nosuch", 127, "No such file"), (plain, 126, "Permission denied")):
+        node = place.run("--no-python", "--max-restarts=3", what)
+        assert node.end() == code
+        assert len(node.err.splitlines()) == 1 and why in node.err and "Traceback" not in node.err
+
+
+def test_one_that_dies_young_is_started_after_a_pause_and_a_signal_ends_the_pause(place: Place) -> None:
+    script = place.script("sys.exit(5) if rank == 1 or restarts < 3 else stay()")
+    for policy in ("worker", "group"):
+        node = place.run("--nproc-per-node=2", "--restart", policy, "--max-restarts=99", "--json", script)
+        node.until("after a pause of [248] s")
+        node.signal("SIGTERM")
+        assert node.end() == 143
+
+
+# Signals
+
+
+SLOW = """
+def save():
+    say("saving")
+    while not os.path.exists("saved"):
+        pass
+    say("saved")
+    os._exit(0)
+on("SIGTERM", save)
+on("SIGUSR2", lambda: say("got USR2"))
+stay()
+"""
+
+
+def test_who_is_told_to_end_has_the_grace_to_save(place: Place) -> None:
+    for name, code in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)):
+        node = place.run("--nproc-per-node=2", "--log-dir=logs", place.script(SLOW))
+        pids = node.up(0, 1, world=2)
+        node.signal("SIGUSR2")
+        node.until("got USR2", 2)
+        node.signal(name)
+        node.until("saving", 2)
+        (place.where / "saved").touch()
+        assert (node.end(), node.out.count("saved")) == (code, 2)
+        hint = "; again to kill them" if name == "SIGINT" else ""
+        assert node.err == f"rallypoint run: {name}: the workers are asked to end{hint}"
+        (place.where / "saved").unlink()
+        gone(*pids.values())
+
+
+def test_interrupted_twice_it_kills_at_once_and_when_the_grace_is_over_too(place: Place) -> None:
+    deaf = place.script("on('SIGTERM', lambda: say('deaf')); stay()")
+    for grace, interrupts, code in ((600, 2, 130), (0.1, 1, 130)):
+        node = place.run("--grace", grace, deaf)
+        pids = node.up(0, world=1)
+        for _ in range(interrupts):
+            node.signal("SIGINT")
+            node.until("deaf")
+        assert node.end() == code
+        gone(*pids.values())
+
+
+def test_a_signal_while_workers_are_stopped_for_a_restart_is_not_lost(place: Place) -> None:
+    deaf = place.script("on('SIGTERM', lambda: say('deaf')); stay()")
+    for policy in ("group", "node"):
+        node = place.run("--nproc-per-node=2", "--max-restarts=5", "--grace=600", "--restart", policy, deaf)
+        os.kill(node.up(0, 1, world=2)[1], signal.SIGKILL)
+        node.until("deaf")
+        node.signal("SIGTERM")
+        node.signal("SIGINT")
+        assert node.end() in (130, 143), "of two at once, either is the first"
+
+
+def test_a_signal_while_it_waits_for_other_nodes(place: Place) -> None:
+    node = place.node("a", "--json", place.script(STAY))
+    with rallypoint.TCPStore("localhost", place.port, timeout=AMPLE_S) as store:
+        until(Rendezvous(store, "job", 2).status, lambda status: status.waiting == ("a",))
+    node.signal("SIGTERM")
+    assert node.end() == 143
+    (event,) = node.events()
+    assert (event["event"], event["reason"]) == ("signal", "SIGTERM while waiting for other nodes")
+
+
+def test_on_a_terminal_there_is_a_line_that_says_what_is_waited_for(place: Place) -> None:
+    screen, end = pty.openpty()
+    node = place.node("a", place.script(STAY), stderr=end)
+    os.close(end)
+    shown = b""
+    while b"waiting for 2 s" not in shown:
+        assert select.select([screen], [], [], AMPLE_S)[0], shown
+        shown += os.read(screen, 1000)
+    assert b"\r\x1b[Krallypoint run: waiting for 1 s: 1 of at least 2 nodes: waiting for 1" in shown
+    assert b"\n" not in shown
+    node.signal("SIGINT")
+    assert node.end() == 130
+    os.close(screen)
+
+
+# Output
+
+
+def test_bytes_pass_through_as_they_are_and_many_of_them(place: Place) -> None:
+    code = """
+    line = bytes(range(256)).replace(b"\\n", b"") * 4 + b"\\n"
+    for _ in range(50):
+        sys.stdout.buffer.write(line * 1024)
+    sys.stdout.buffer.write(b"no end of line")
+    """
+    with open(place.where / "out", "wb") as out:
+        assert place.run(place.script(code), stdout=out).end() == 0
+    line = bytes(range(256)).replace(b"\n", b"") * 4 + b"\n"
+    data = (place.where / "out").read_bytes()
+    assert data == line * (50 * 1024) + b"no end of line"
+
+
+def test_sixty_four_workers(place: Place) -> None:
+    node = place.run("--nproc-per-node=64", "--no-python", "/bin/sh", "-c", "echo $RANK of $WORLD_SIZE")
+    assert node.end() == 0
+    assert sorted(node.out.splitlines()) == sorted(f"{rank} of 64" for rank in range(64))
+
+
+def test_files(place: Place) -> None:
+    script = place.script("say('out', rank); os.write(2, b'err %d\\n' % rank)")
+    words = ["--nproc-per-node=3", "--log-dir=logs", "--redirects=0:3", "-t", "1:1,2:3", "--local-ranks-filter=0,1"]
+    node = place.run(*words, script)
+    assert (node.end(), node.out, node.err) == (0, "out 1", "err 1"), "0 is in files only, 2 is filtered"
+    logs = place.where / "logs" / "attempt_0"
+    found = {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("*.log")}
+    assert found == {
+        "0/stdout.log": "out 0\n",
+        "0/stderr.log": "err 0\n",
+        "1/stdout.log": "out 1\n",
+        "2/stdout.log": "out 2\n",
+        "2/stderr.log": "err 2\n",
+    }
+
+
+def test_events_are_json_a_line_each(place: Place) -> None:
+    script = place.script("sys.exit(3 if restarts < 2 else 0)")
+    node = place.run("--json", "--max-restarts=1", "--rdzv-backend=c10d", script)
+    assert node.end() == 3
+    events = node.events()
+    assert [event["event"] for event in events] == [
+        "note",
+        "round",
+        "started",
+        "rejoin",
+        "round",
+        "started",
+        "fail",
+        "failure",
+    ]
+    assert all(event["node"] and event["reason"] and event["time"].endswith("Z") for event in events[1:])
+    assert events[-1]["failure"]["code"] == 3 and events[4]["round"] == 2
+
+
+def test_quiet_is_but_for_failures(place: Place) -> None:
+    script = place.script("sys.exit(3 if restarts < 1 else 0)")
+    node = place.run("--quiet", "--max-restarts=1", "--rdzv-backend=c10d", script)
+    assert (node.end(), node.err) == (0, "")
+    node = place.run("--quiet", place.script("sys.exit(3)"))
+    assert node.end() == 3 and node.err.startswith("=" * 80)
+
+
+# Options
+
+
+def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
+    words = ["--monitor-interval", "1", "--rdzv_conf", "is_host=1,join_timeout=30", "--start_method=spawn"]
+    node = place.run(*words, "--standalone", place.script("say(rank)"), "--not", "ours")
+    assert (node.end(), node.out) == (0, "0")
+    for what in (
+        "--monitor-interval is not needed: workers are watched",
+        "--rdzv-conf is_host is",
+        "--start-method is",
+    ):
+        assert f"rallypoint run: {what}" in node.err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--nproc-per-nod=2"], "--nproc-per-node"),
+        (["--nnodes=2"], "needs a place to meet: --rdzv-endpoint=HOST:PORT"),
+        (["--nnodes=3:2"], "MIN not above MAX"),
+        (["--nproc-per-node=gpus"], "write a number, auto, cpu or gpu"),
+        (["--rdzv-conf=jointimeout=3"], "there is no 'jointimeout'"),
+        (["--rdzv-endpoint=a:b:c"], "is not host[:port]"),
+        (["--store=localhost:1"], "store URL 'localhost:1'"),
+        (["--tee=4"], "'4' is none of 0"),
+        (["--local-ranks-filter=x"], "local-ranks-filter"),
+        (["--env-file=env"], "line 1: 'no value' is not NAME=value"),
+        (["-m", "--no-python"], "exclude each other"),
+    ],
+)
+def test_a_mistake_is_refused(place: Place, words: list[str], says: str) -> None:
+    (place.where / "env").write_text("no value")
+    node = place.run(*words, "script.py")
+    assert node.end() == 2
+    assert says in node.err and "Traceback" not in node.err
+
+
+def test_variables_modules_and_files_of_variables(place: Place) -> None:
+    (place.where / "job.py").write_text("import os, sys; print(sys.argv[1], os.environ['A'], os.environ['B'])")
+    (place.where / "env").write_text("# ours\nexport A=1\n\nB='two words'\n")
+    node = place.run("--env-file=env", "-m", "job", "-x", env={"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "7"})
+    assert (node.end(), node.out) == (0, "-x 1 two words\n-x 1 two words")
+    node = place.run(
+        place.script(TELL), env={"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "7", "PET_STANDALONE": "1"}
+    )
+    assert node.end() == 0
+    assert [one["TORCHELASTIC_MAX_RESTARTS"] for one in told(node)] == ["7", "7"]

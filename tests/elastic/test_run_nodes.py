@@ -1,0 +1,306 @@
+"""`rallypoint run` on several nodes: agents on one machine, by names of their own, that meet at one port."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.elastic.runs import Node, Place, gone
+from tests.wire import AMPLE_S, until
+
+import rallypoint
+from rallypoint.elastic.rendezvous import Rendezvous
+
+STAY = "stay()"
+AT_ONCE = "--rdzv-conf=last_call_timeout=0"
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with Place(tmp_path) as made:
+        yield made
+
+
+def ends(*nodes: Node) -> list[int]:
+    return [node.end() for node in nodes]
+
+
+# Restarts
+
+
+@pytest.mark.parametrize(("policy", "again"), [("group", [0, 1, 2, 3]), ("node", [2, 3]), ("worker", [3])])
+def test_who_starts_again_when_a_worker_is_killed(place: Place, policy: str, again: list[int]) -> None:
+    words = ["--nproc-per-node=2", "--max-restarts=2", "--restart", policy, place.script(STAY)]
+    a, b = place.node("a", "--node-rank=0", *words), place.node("b", "--node-rank=1", *words)
+    pids = a.up(0, 1, world=4) | b.up(2, 3, world=4)
+    os.kill(pids[3], signal.SIGKILL)
+    new = {}
+    for rank in again:
+        new |= (a if rank < 2 else b).up(rank, world=4, restarts=1)
+    gone(*(pids[rank] for rank in again))
+    assert "rank 3 failed: killed by SIGKILL (9)" in b.err and "restart 1 of 2" in b.err
+    assert ("rank 3 on b" in a.err) == (policy == "group")
+    for node in (a, b):
+        node.signal("SIGUSR1")
+    assert ends(a, b) == [0, 0]
+    ups = [line for node in (a, b) for line in node.out.splitlines()]
+    assert len(ups) == 4 + len(again), "and nobody else"
+    gone(*pids.values(), *new.values())
+
+
+def test_the_budget_is_the_jobs_and_all_print_the_same_first_cause(place: Place) -> None:
+    code = """
+    on("SIGTERM", lambda: os._exit(9))  # dies of it, which is nobody's fault
+    if rank == restarts:
+        raise ValueError(f"no {rank}")
+    stay()
+    """
+    words = ["--max-restarts=1", place.script(code)]
+    logs = [place.where / name for name in "ab"]
+    a, b = place.node("a", "--log-dir", logs[0], *words), place.node("b", "--log-dir", logs[1], *words)
+    assert ends(a, b) == [1, 1]
+    for node in (a, b):
+        assert "FAILED FIRST: ValueError: no 1" in node.err and "more failed" not in node.err
+        assert node.err.count("ValueError: no 0") + node.out.count("ValueError: no 0") >= 1
+    assert (logs[0] / "failure.json").read_text() == (logs[1] / "failure.json").read_text()
+
+
+def test_nodes_hear_of_a_failure_before_the_workers_of_the_other_have_ended(place: Place) -> None:
+    code = """
+    on("SIGTERM", lambda: say("asked to end") if node == "b" else os._exit(0))
+    stay()
+    """
+    words = ["--nproc-per-node=2", "--max-restarts=1", "--grace=600", place.script(code)]
+    a, b = place.node("a", *words), place.node("b", *words)
+    theirs, (victim, deaf) = up_anywhere(a, 2), up_anywhere(b, 2).values()
+    os.kill(victim, signal.SIGKILL)
+    b.until("asked to end")
+    a.until("all nodes stop")
+    gone(*theirs.values())
+    assert b.child.poll() is None and Path(f"/proc/{deaf}").exists(), "b still waits for its other worker"
+    os.kill(deaf, signal.SIGKILL)
+    for node in (a, b):
+        node.until(r"^up \d 4 1 ", 2)
+    for node in (a, b):
+        node.signal("SIGUSR1")
+    assert ends(a, b) == [0, 0]
+
+
+def up_anywhere(node: Node, count: int) -> dict[int, int]:
+    """Return the pids of a node's first workers by rank, whichever that is."""
+    return {int(match[1]): int(match[2]) for match in node.until(r"^up (\d+) \d+ 0 (\d+)$", count)}
+
+
+def test_a_command_that_one_node_cannot_start_ends_the_run_for_all(place: Place) -> None:
+    a, b = place.node("a", place.script(STAY)), place.node("b", "--no-python", "nosuch")
+    assert ends(a, b) == [127, 127]
+    for node in (a, b):
+        assert "rank 1 on b: the worker's command" in node.err or "rank 0 on b: the worker's command" in node.err
+
+
+# Nodes that come and go
+
+
+PARENT = """
+import subprocess
+child = subprocess.Popen(["sleep", "1000"])
+say("child", child.pid)
+stay()
+"""
+
+
+def test_nodes_come_and_go_and_the_server_outlives_who_started_it(place: Place) -> None:
+    words = [AT_ONCE, place.script(PARENT)]
+    a = place.node("a", *words, nodes="1:3")
+    first = a.up(0, world=1)
+    b = place.node("b", *words, nodes="1:3")
+    two = a.up(0, world=2) | b.up(1, world=2)
+    gone(*first.values())
+    c = place.node("c", *words, nodes="1:3")
+    three = a.up(0, world=3) | b.up(1, world=3) | c.up(2, world=3)
+    gone(*two.values())
+    children = [int(match[1]) for match in a.until(r"^child (\d+)")]
+    server = place.server()
+    a.child.kill()  # it started the server
+    gone(three[0], *children)
+    places = b.until(r"^up (\d) 2 0 ", 2)[-1][1], c.until(r"^up (\d) 2 0 ")[-1][1]
+    assert sorted(places) == ["0", "1"] and place.server() == server
+    assert "lost a" in b.err and "lost a" in c.err
+    back = place.node("a", *words, nodes="1:3")
+    for node, times in ((back, 1), (b, 2), (c, 2)):
+        node.until(r"^up \d 3 0 ", times)
+    b.signal("SIGTERM")
+    assert b.end() == 143
+    for node in (back, c):
+        node.until(r"^up \d 2 0 ", 2 if node is c else 1)
+        node.signal("SIGUSR1")
+    assert ends(back, c) == [0, 0]
+    gone(*(int(match[1]) for node in (b, c, back) for match in node.until(r"^child (\d+)")))
+
+
+def test_a_failure_that_came_of_the_loss_of_a_node_does_not_end_the_run(place: Place) -> None:
+    code = """
+    import socket, rallypoint
+    with socket.create_server(("localhost", 0)) as listener:
+        ports = rallypoint.worker().all_gather(str(listener.getsockname()[1]).encode())
+        if world == 2:
+            peer = socket.create_connection(("localhost", int(ports[1 - rank])))
+            mine = listener.accept()[0]
+            say("up", rank, world, restarts, os.getpid())
+            mine.recv(1)
+            raise ConnectionError("my peer is gone")
+    stay()
+    """
+    words = [AT_ONCE, "--max-restarts=0", place.script(code)]
+    a, b = place.node("a", *words, nodes="1:2"), place.node("b", *words, nodes="1:2")
+    for node in (a, b):
+        node.until(r"^up \d 2 0")
+    a.child.kill()
+    b.up(0, world=1)
+    assert "ConnectionError: my peer is gone" in b.err and "lost a" in b.err
+    b.signal("SIGUSR1")
+    assert b.end() == 0
+
+
+def test_a_spare_waits_and_is_told_of_the_end(place: Place) -> None:
+    script = place.script(STAY)
+    a = place.node("a", script, nodes="1")
+    a.up(0, world=1)
+    b = place.node("b", script, nodes="1")
+    with rallypoint.TCPStore("localhost", place.port, timeout=AMPLE_S) as store:
+        until(Rendezvous(store, "job", 1).status, lambda status: status.spares == ("b",))
+    a.signal("SIGUSR1")
+    assert ends(a, b) == [0, 0] and not b.out
+
+
+# The end
+
+
+def test_who_is_done_waits_for_the_living_only(place: Place) -> None:
+    code = "on('SIGUSR2', lambda: os._exit(0)); stay()"
+    words = ["--json", place.script(code)]
+    a, b, c = (place.node(name, *words, nodes="3") for name in "abc")
+    for node in (a, b):
+        node.until(r"^up \d 3 0")
+        node.signal("SIGUSR2")
+        node.until('"event": "finish"')
+    c.until("^up")
+    c.child.kill()
+    assert ends(a, b) == [0, 0]
+
+
+def test_who_is_done_leaves_after_the_exit_timeout_and_the_others_go_on(place: Place) -> None:
+    script = place.script(STAY)
+    a, b = place.node("a", "--exit-timeout=0.1", script), place.node("b", "--json", script)
+    a.until("^up")
+    up = up_anywhere(b, 1)
+    a.signal("SIGUSR1")
+    assert a.end() == 0 and "which go on: b" in a.err
+    b.until("its workers had succeeded, so the others go on")
+    b.signal("SIGUSR1")
+    assert b.end() == 0
+    assert up_anywhere(b, 1) == up and b.out.count("up") == 1, "it was not started again"
+
+
+def test_a_server_that_runs_is_used_and_nodes_that_cannot_meet_are_told_why(place: Place) -> None:
+    script = place.script("say(rank, world)")
+    with rallypoint.Server() as server:
+        meet = ["--store", f"tcp://127.0.0.1:{server.port}", "--nnodes=2"]
+        a = place.run(*meet, "--node=a", "--max-restarts=1", script)
+        with rallypoint.TCPStore("127.0.0.1", server.port, timeout=AMPLE_S) as store:
+            until(Rendezvous(store, "none", 2).status, lambda status: status.waiting == ("a",))
+            odd = place.run(*meet, "--node=b", "--max-restarts=2", script)
+            assert odd.end() == 1 and "restart_budget" in odd.err and "Traceback" not in odd.err
+            b = place.run(*meet, "--node=b", "--max-restarts=1", script)
+            assert ends(a, b) == [0, 0] and sorted([a.out, b.out]) == ["0 2", "1 2"]
+            assert not [key for key in store.list_keys() if not key.startswith("rendezvous")], "nothing is left"
+        late = place.run(*meet, "--rdzv-conf=join_timeout=0.1", "--rdzv-id=other", script)
+        assert late.end() == 1 and "1 of at least 2 nodes: waiting for 1" in late.err
+    node = place.run(*meet, "--rdzv-conf=join_timeout=0.1", script)
+    assert node.end() == 1 and "no store answered" in node.err and "Traceback" not in node.err
+
+
+def test_the_same_run_again_right_after(place: Place) -> None:
+    code = """
+    import rallypoint
+    say("up", restarts)
+    rallypoint.worker().barrier()
+    sys.exit(4 if rank == 0 and "x" in sys.argv else 0)
+    """
+    script = place.script(code)
+    for words, code in ((["x"], 4), ([], 0), ([], 0)):
+        a, b = place.node("a", script, *words), place.node("b", script, *words)
+        assert ends(a, b) == [code, code]
+        assert a.out == b.out == "up 0"
+
+
+def test_without_its_server_a_run_ends_on_all_nodes(place: Place) -> None:
+    words = ["--max-restarts=5", place.script("on('SIGTERM', lambda: (say('saved'), os._exit(0))); stay()")]
+    a, b = place.node("a", *words), place.node("b", *words)
+    pids = [*up_anywhere(a, 1).values(), *up_anywhere(b, 1).values()]
+    os.kill(place.server(), signal.SIGKILL)
+    assert ends(a, b) == [1, 1]
+    gone(*pids)
+    for node in (a, b):
+        assert "cannot go on without its server" in node.err and "Traceback" not in node.err
+        assert "saved" in node.out, "with its grace"
+
+
+# What workers do with it
+
+
+def test_what_a_worker_finds_out(place: Place) -> None:
+    code = """
+    import rallypoint
+    me = rallypoint.worker()
+    assert me is rallypoint.worker() and repr(me) == f"<worker {rank} of 3, round 1 of 'job'>"
+    assert (me.rank, me.world_size, me.node, me.restarts, me.round) == (rank, 3, node, 0, 1)
+    me.barrier()
+    gathered = b" ".join(me.all_gather(f"{me.node}{me.local_rank}/{me.local_world_size}".encode())).decode()
+    count = me.store.add("came", 1)
+    me.store.wait([f"all"]) if count < 3 else me.store.set("all", "")
+    with rallypoint.TCPStore("localhost", 0, is_master=rank == 0) if rank == 0 else open(os.devnull) as own:
+        port = int(me.all_gather(str(own.port if rank == 0 else 0).encode(), name="private")[0])
+        with rallypoint.TCPStore("localhost", port) as private:
+            private.add("here", 1)
+            me.barrier(name="written")
+            say(gathered, private.add("here", 0))
+            me.barrier(name="read")
+    """
+    script = place.script(code)
+    a = place.node("a", "--nproc-per-node=2", "--node-rank=0", script)
+    b = place.node("b", "--node-rank=1", script)
+    assert ends(a, b) == [0, 0], a.err + b.err
+    assert a.out.splitlines() + b.out.splitlines() == ["a0/2 a1/2 b0/1 3"] * 3
+
+
+def test_who_was_not_launched_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RALLYPOINT_URL", raising=False)
+    with pytest.raises(rallypoint.NotLaunched, match="RALLYPOINT_URL is not set") as caught:
+        rallypoint.worker()
+    assert caught.value.missing == "RALLYPOINT_URL"
+
+
+@pytest.mark.needs("torch")
+def test_a_script_of_pytorchs_runs_as_it_is(place: Place) -> None:
+    script = place.where / "train.py"
+    script.write_text("""
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+private = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+private.set("k", "v")
+ports = [None] * dist.get_world_size()
+dist.all_gather_object(ports, private.port)
+assert dist.TCPStore("localhost", ports[0], is_master=False).get("k") == b"v"
+print("total", int(total))
+dist.barrier()
+dist.destroy_process_group()
+""")
+    a, b = place.node("a", "--nproc-per-node=2", script), place.node("b", script)
+    assert ends(a, b) == [0, 0], a.err + b.err
+    assert sorted(a.out.splitlines() + b.out.splitlines()) == ["total 6"] * 3
