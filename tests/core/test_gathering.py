@@ -21,6 +21,7 @@ def node(name: str, rank: int = -1, host: str = "h", loopback: bool = False) -> 
     return Node(Call(name, f"s-{name}", 1, f"{host}:7"), rank, host, "", loopback)
 
 
+ENDPOINT = "endpoint (use an address that every node can reach, not localhost)"
 DECISIONS: list[tuple[str, Situation, Form | Hold | Refuse]] = [
     # Too few
     ("the first", Situation(TO_FOUR, 1), Hold("1 of at least 2 nodes: waiting for 1")),
@@ -109,12 +110,12 @@ DECISIONS: list[tuple[str, Situation, Form | Hold | Refuse]] = [
     (
         "no last call, but one of the last round is on its way",
         Situation(AT_ONCE, 2, True, ["a"]),
-        Hold("2 nodes are enough, and up to 4 may come; not back yet: a"),
+        Hold("2 nodes are enough, and up to 4 may come: last call of 3 s; not back yet: a", True),
     ),
     (
         "no last call, full, but one of the last round is on its way",
         Situation(AT_ONCE, 4, True, ["a"]),
-        Hold("4 nodes are here for 4 places; not back yet: a"),
+        Hold("4 nodes are here for 4 places: last call of 3 s; not back yet: a", True),
     ),
     (
         "many are not back",
@@ -158,7 +159,7 @@ DECISIONS: list[tuple[str, Situation, Form | Hold | Refuse]] = [
         Situation(TO_FOUR, 1, newcomer=node("b", host="i"), origin=node("a", loopback=True)),
         Refuse(
             "Disagreement",
-            {"what": "endpoint", "mine": "i, network (b (i:7))", "theirs": "h, loopback", "other": "a (h:7)"},
+            {"what": ENDPOINT, "mine": "i, network (b (i:7))", "theirs": "h, loopback", "other": "a (h:7)"},
         ),
     ),
     (
@@ -166,7 +167,7 @@ DECISIONS: list[tuple[str, Situation, Form | Hold | Refuse]] = [
         Situation(TO_FOUR, 1, newcomer=node("b", host="i", loopback=True), origin=node("a")),
         Refuse(
             "Disagreement",
-            {"what": "endpoint", "mine": "i, loopback (b (i:7))", "theirs": "h, network", "other": "a (h:7)"},
+            {"what": ENDPOINT, "mine": "i, loopback (b (i:7))", "theirs": "h, network", "other": "a (h:7)"},
         ),
     ),
 ]

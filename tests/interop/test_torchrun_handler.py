@@ -245,7 +245,7 @@ def test_a_name_that_stays_taken_is_refused(make: Make, server: rallypoint.Serve
         ({"last_call_timeout": "inf"}, "last_call_timeout must be a number"),
         ({"rank": "1.5"}, "rank must be a number"),
         ({"is_host": "perhaps"}, "is_host must be true or false, not 'perhaps'"),
-        ({"node": ""}, "the name of a node"),
+        ({"node": ""}, "node must have 1 to 256 characters"),
     ],
 )
 def test_an_option_that_makes_no_sense_is_refused_by_name(make: Make, conf: dict[str, str], words: str) -> None:

@@ -146,8 +146,8 @@ def expect_everybody_to_know(world: World, machine: Rendezvous, limits: Limits) 
         if isinstance(command, Watch):
             mine = machine.nodes.get(process.name)
             true = not machine.over and command.scope == machine.scope and mine and mine.call.session == call.session
-        elif why.stands_by:
-            true = not machine.over and len(machine.nodes) == limits.max_nodes
+        elif not machine.over:
+            true = why.stands_by and len(machine.nodes) == limits.max_nodes
         else:
             few = f"{here} of at least {limits.min_nodes} nodes: waiting for {limits.min_nodes - here}; last joined"
             true = here < limits.min_nodes and why.reason.startswith(few) and not why.missing
