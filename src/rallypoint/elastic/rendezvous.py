@@ -8,6 +8,7 @@ in a round is under `round:RUN:SCOPE/`, and is deleted when the next round begin
 from __future__ import annotations
 
 import contextlib
+import logging
 import socket
 import sys
 import threading
@@ -29,6 +30,8 @@ from rallypoint.store.base import Store
 from rallypoint.store.prefix import PrefixStore
 
 __all__ = ["Node", "Rendezvous", "Round", "Status"]
+
+log = logging.getLogger("rallypoint")
 
 JOIN_S = 600.0
 LAST_CALL_S = 5.0
@@ -157,7 +160,7 @@ class Rendezvous(Recipe):
 
     def _come(self, deadline: Deadline) -> list[Any]:
         """Make the call, under another name if this one is taken and nobody has given it to us."""
-        patience, base, twin = Deadline(min(TAKEN_S, deadline.remaining())), self.node, 1
+        patience, base, twin, waited = Deadline(min(TAKEN_S, deadline.remaining())), self.node, 1, False
         while True:
             self._call = self._object.next_call()
             try:
@@ -174,6 +177,9 @@ class Rendezvous(Recipe):
             except NameTaken as taken:
                 self._call = 0
                 if not patience.expired() and (self._named or card.has_died(taken.other)):
+                    if not waited:
+                        log.warning("this node waits up to %g s for its name: %s", patience.timeout_s, taken)
+                    waited = True
                     time.sleep(AGAIN_S)
                     continue
                 twin += 1

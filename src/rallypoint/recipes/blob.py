@@ -59,7 +59,6 @@ class BlobHost(Generic[S]):
         self._undone: deque[int] = deque(maxlen=UNDONE)
         """Calls that were taken back last: another thread may wait for one of them."""
 
-
     def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
         """Carry out a command, or look at one that waits; return why it still does when `wait_s` have passed."""
         deadline = Deadline(wait_s)
