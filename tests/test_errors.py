@@ -65,10 +65,11 @@ SAMPLES: list[Sample] = [
     Sample(NetworkError("the sentence"), {}, ["the sentence"], (RallypointError, ConnectionError, OSError)),
     sample(
         SessionLost,
-        ["10.0.0.1:29400", "cut for 2 s", "leases are gone"],
+        ["10.0.0.1:29400", "cut for 2 s", "leases are gone", "make the call again"],
         NetworkError,
         peer="10.0.0.1:29400",
         why="cut for 2 s",
+        advice="make the call again",
     ),
     sample(
         ServerRestarted,

@@ -476,16 +476,18 @@ class ConnectionLost(NetworkError):
 
 
 class SessionLost(NetworkError):
-    """The server ended this client's session: leases and watches are gone, and what was under way is unknown."""
+    """This client's session was ended: what hung on it is gone, and what was under way is unknown."""
 
     peer: str
     why: str
+    advice: str
 
-    def __init__(self, *, peer: str, why: str) -> None:
+    def __init__(self, *, peer: str, why: str, advice: str = "open the store again to go on") -> None:
         super().__init__(
-            f"the session with {peer} is lost: {why}. Its leases are gone; open the store again to go on",
+            f"the session with {peer} is lost: {why}. Its locks, places and leases are gone; {advice}",
             peer=peer,
             why=why,
+            advice=advice,
         )
 
 

@@ -23,6 +23,7 @@ from rallypoint import (
     RunClosed,
 )
 from rallypoint.core.machine import Waiting
+from rallypoint.deadline import Deadline
 from rallypoint.recipes import hosting
 
 
@@ -49,8 +50,9 @@ class Nodes:
 
     def until(self, condition: Callable[[Any], bool]) -> Any:
         """Wait until the status is as asked for; return it."""
+        deadline = Deadline(AMPLE_S)
         while not condition(status := self.made[0].status()):
-            threading.Event().wait(0.01)
+            assert not deadline.expired(), status
         return status
 
 

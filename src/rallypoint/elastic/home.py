@@ -20,7 +20,7 @@ from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
 from rallypoint.store import master
 from rallypoint.store.tcp import TCPStore
 
-__all__ = ["RoundOver", "close_door", "find_or_start", "is_loopback", "open_door"]
+__all__ = ["RoundOver", "close_door", "find_or_start", "is_loopback", "open_door", "to_bind"]
 
 OUTLIVE_S = 10.0
 """How long a server that we started lives with nobody connected."""
@@ -39,7 +39,7 @@ def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float
     Raises AddressTaken where something else has the port, ConnectFailed where nobody, or no server of ours, answers.
     """
     deadline = Deadline(timeout_s)
-    port, hosts = endpoint.port, _to_bind(endpoint.host, is_host)
+    port, hosts = endpoint.port, to_bind(endpoint.host, is_host)
     while True:
         if hosts:
             server = master.serve(hosts, port, True, None, deadline, OUTLIVE_S)
@@ -78,7 +78,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
-def _to_bind(host: str, is_host: bool | None) -> list[str]:
+def to_bind(host: str, is_host: bool | None) -> list[str]:
     """Return where to listen so that others reach us under this host; nowhere if that is not to be here.
 
     A name of this machine may be a loopback address on it, and only there. And who is told to be the host, though the

@@ -169,7 +169,8 @@ class BlobHost(Generic[S]):
 
     def _must_live(self, state: S, session: str) -> None:
         if session in state.ended:
-            raise SessionLost(peer=self.label, why=self._disown(session))
+            advice = "the store is well: make the call again to go on as a new session"
+            raise SessionLost(peer=self.label, why=self._disown(session), advice=advice)
 
     def _until_alarm(self, place: str, machine: Machine) -> float:
         """Say in how many seconds a machine's alarm is due, counted from when we first saw it."""

@@ -41,7 +41,7 @@ class Doorkeeper:
     def open(self, scope: int) -> int | None:
         """Return the port where the workers of a round find a store of their own; None where a later one has one."""
         if self._server is None or not self._server.running():
-            self._server = Server(home._to_bind(self._address, True))
+            self._server = Server(home.to_bind(self._address, True))
         host, port = net.parse_endpoint(self._server.url.partition("//")[2], self._server.port)
         return home.open_door(host, port, self._run_id, scope, DOOR_S)
 
