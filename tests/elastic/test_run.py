@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import re
 import select
 import signal
 import subprocess
@@ -117,7 +118,7 @@ def test_what_others_died_of_is_folded_under_it(place: Place) -> None:
     node.signal("SIGCONT")
     assert node.end() == 3
     assert "FAILED FIRST: exit code 3" in node.err
-    assert "after it, 1 more failed:\n  - rank 1 on" in node.err and "ended with exit code 4" in node.err
+    assert "after it, 1 more failed:\n  - rank 1 on" in node.err and ") failed: exit code 4" in node.err
 
 
 def test_final_codes_are_not_started_again(place: Place) -> None:
@@ -215,10 +216,10 @@ def test_on_a_terminal_there_is_a_line_that_says_what_is_waited_for(place: Place
     node = place.node("a", place.script(STAY), stderr=end)
     os.close(end)
     shown = b""
-    while b"waiting for 2 s" not in shown:
+    while b"has waited 2 s" not in shown:
         assert select.select([screen], [], [], AMPLE_S)[0], shown
         shown += os.read(screen, 1000)
-    assert b"\r\x1b[Krallypoint run: waiting for 1 s: 1 of at least 2 nodes: waiting for 1" in shown
+    assert b"\r\x1b[Krallypoint run: this node has waited 1 s: 1 of at least 2 nodes: waiting for 1" in shown
     assert b"\n" not in shown
     node.signal("SIGINT")
     assert node.end() == 130
@@ -253,15 +254,76 @@ def test_files(place: Place) -> None:
     words = ["--nproc-per-node=3", "--log-dir=logs", "--redirects=0:3", "-t", "1:1,2:3", "--local-ranks-filter=0,1"]
     node = place.run(*words, script)
     assert (node.end(), node.out, node.err) == (0, "out 1", "err 1"), "0 is in files only, 2 is filtered"
-    logs = place.where / "logs" / "attempt_0"
-    found = {str(path.relative_to(logs)): path.read_text() for path in logs.rglob("*.log")}
-    assert found == {
+    assert logged(place.where / "logs") == {
         "0/stdout.log": "out 0\n",
         "0/stderr.log": "err 0\n",
         "1/stdout.log": "out 1\n",
         "2/stdout.log": "out 2\n",
         "2/stderr.log": "err 2\n",
     }
+
+
+def logged(logs: Path) -> dict[str, str]:
+    """Return what the files of the only run and attempt hold, by their names."""
+    (attempt,) = logs.glob("*/attempt_*")
+    return {str(path.relative_to(attempt)): path.read_text() for path in attempt.rglob("*.log")}
+
+
+def test_every_run_has_a_directory_of_its_own_whatever_its_name(place: Place) -> None:
+    logs, script = place.where / "in" / "logs", place.script("say(os.environ['TORCHELASTIC_RUN_ID'])")
+    runs = ["job", "job", "../../out", "/a b\n*", "." * 300, "."]
+    for run in runs:
+        assert place.run("--log-dir", logs, "-r3", "--rdzv-id", run, script).end() == 0
+    files = [path for path in place.where.rglob("*.log") if path.stat().st_size]
+    assert sorted(path.read_text() for path in files) == sorted(f"{run}\n" for run in runs)
+    assert {path.relative_to(logs).parts[1:] for path in files} == {("attempt_0", "0", "stdout.log")}
+    assert len(list(logs.glob("job_*"))) == 2 and len(list(logs.glob("_*"))) == 4
+
+
+@pytest.mark.needs("torch")
+def test_files_are_where_torchrun_has_them(place: Place) -> None:
+    script = place.where / "tell.py"
+    script.write_text("import os; open(os.environ['TORCHELASTIC_ERROR_FILE'], 'w').write('{}')")
+    words = ["--nproc-per-node=2", "--rdzv-id=job", "-t3", script]
+    ours, theirs = place.where / "ours", place.where / "theirs"
+    assert place.run("--log-dir", ours, *words).end() == 0
+    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0"]
+    command += ["--log-dir", str(theirs), *map(str, words)]
+    subprocess.run(command, capture_output=True, check=True, timeout=AMPLE_S)
+    layouts = [[re.sub("^job_[^/]+", "job_", str(path.relative_to(logs))) for path in logs.rglob("*")]
+               for logs in (ours, theirs)]  # fmt: skip
+    assert sorted(layouts[0]) == sorted(layouts[1]) and "job_/attempt_0/1/error.json" in layouts[0]
+
+
+def test_files_that_have_no_place_get_one_and_it_is_said(place: Place) -> None:
+    script = place.script("say('out'); sys.exit(3)")
+    node = place.run("--tee=1", script)
+    assert node.end() == 3
+    (match,) = node.until("^rallypoint run: the files of the workers are in (.*)$")
+    assert logged(Path(match[1]).parent) == {"0/stdout.log": "out\n"}
+    assert json.loads((Path(match[1]).parent / "failure.json").read_text())["first"]["code"] == 3
+    node = place.run("--redirects=1", "--json", script)
+    assert node.end() == 3
+    (event,) = [event for event in node.events() if event["event"] == "logs"]
+    assert logged(Path(event["directory"]).parent) == {"0/stdout.log": "out\n"} and not node.out
+
+
+def test_a_log_dir_that_is_none_is_said(place: Place) -> None:
+    node = place.run("--log-dir=plain", place.script("say(rank)"))
+    assert node.end() == 0
+    (place.where / "file").touch()
+    node = place.run("--log-dir=file", place.script("say(rank)"))
+    assert node.end() == 126 and f"files cannot be made: File exists at {place.where / 'file'}" in node.err
+
+
+def test_an_agent_leaves_nothing_behind_even_if_it_is_killed(place: Place) -> None:
+    node = place.run("--nproc-per-node=2", place.script("say(os.environ['TORCHELASTIC_ERROR_FILE']); stay()"))
+    pids = node.up(0, 1, world=2)
+    (scratch,) = {Path(match[0]).parents[2] for match in node.until("^/.*", 2)}
+    assert scratch.parent == place.where and scratch.is_dir()
+    node.child.kill()
+    gone(*pids.values())
+    until(scratch.exists, lambda there: not there)
 
 
 def test_events_are_json_a_line_each(place: Place) -> None:
@@ -299,9 +361,9 @@ def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
     node = place.run(*words, "--standalone", place.script("say(rank)"), "--not", "ours")
     assert (node.end(), node.out) == (0, "0")
     for what in (
-        "--monitor-interval is not needed: workers are watched",
-        "--rdzv-conf is_host is",
-        "--start-method is",
+        "--monitor-interval does nothing here: workers are watched",
+        "--rdzv-conf is_host does",
+        "--start-method does",
     ):
         assert f"rallypoint run: {what}" in node.err
 
@@ -310,14 +372,15 @@ def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
     ("words", "says"),
     [
         (["--nproc-per-nod=2"], "--nproc-per-node"),
-        (["--nnodes=2"], "needs a place to meet: --rdzv-endpoint=HOST:PORT"),
+        (["--nnodes=2"], "--nnodes=2 needs a place to meet: --rdzv-endpoint=HOST:PORT"),
         (["--nnodes=3:2"], "MIN not above MAX"),
         (["--nproc-per-node=gpus"], "write a number, auto, cpu or gpu"),
         (["--rdzv-conf=jointimeout=3"], "there is no 'jointimeout'"),
         (["--rdzv-endpoint=a:b:c"], "is not host[:port]"),
         (["--store=localhost:1"], "store URL 'localhost:1'"),
         (["--tee=4"], "'4' is none of 0"),
-        (["--local-ranks-filter=x"], "local-ranks-filter"),
+        (["--local-ranks-filter=x"], "'x' is no list of numbers"),
+        (["--rdzv-conf=join_timeout=soon"], "join_timeout=soon is no time"),
         (["--env-file=env"], "line 1: 'no value' is not NAME=value"),
         (["-m", "--no-python"], "exclude each other"),
     ],

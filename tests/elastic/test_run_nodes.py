@@ -12,6 +12,7 @@ from tests.elastic.runs import Node, Place, gone
 from tests.wire import AMPLE_S, until
 
 import rallypoint
+from rallypoint.elastic import failure
 from rallypoint.elastic.rendezvous import Rendezvous
 
 STAY = "stay()"
@@ -60,12 +61,24 @@ def test_the_budget_is_the_jobs_and_all_print_the_same_first_cause(place: Place)
     """
     words = ["--max-restarts=1", place.script(code)]
     logs = [place.where / name for name in "ab"]
-    a, b = place.node("a", "--log-dir", logs[0], *words), place.node("b", "--log-dir", logs[1], *words)
+    a, b = (place.node(path.name, "--log-dir", path, *words) for path in logs)
     assert ends(a, b) == [1, 1]
     for node in (a, b):
         assert "FAILED FIRST: ValueError: no 1" in node.err and "more failed" not in node.err
         assert node.err.count("ValueError: no 0") + node.out.count("ValueError: no 0") >= 1
     assert (logs[0] / "failure.json").read_text() == (logs[1] / "failure.json").read_text()
+
+
+def test_nodes_may_share_a_directory(place: Place) -> None:
+    code = "import rallypoint; say('on', node); rallypoint.worker().barrier(); sys.exit(3) if rank else hang()"
+    words = ["--log-dir=logs", "-r3", place.script(code)]
+    a, b = place.node("a", *words), place.node("b", *words)
+    assert ends(a, b) == [3, 3]
+    logs = place.where / "logs"
+    files = list(logs.glob("job_*/attempt_0/0/stdout.log"))
+    assert sorted(file.read_text() for file in files) == ["on a\n", "on b\n"]
+    assert [path.name for path in logs.iterdir() if path.is_file()] == ["failure.json"]
+    assert failure.read(logs).first.rank == 1
 
 
 def test_nodes_hear_of_a_failure_before_the_workers_of_the_other_have_ended(place: Place) -> None:
@@ -246,6 +259,7 @@ def test_without_its_server_a_run_ends_on_all_nodes(place: Place) -> None:
     gone(*pids)
     for node in (a, b):
         assert "cannot go on without its server" in node.err and "Traceback" not in node.err
+        assert node.err.endswith("through?"), "and no advice for scripts"
         assert "saved" in node.out, "with its grace"
 
 

@@ -369,6 +369,19 @@ def test_another_takes_the_place_of_a_warden_that_was_killed(warden: Warden) -> 
         assert (one.end(), two.end()) == (-signal.SIGKILL, -signal.SIGKILL)
 
 
+def test_a_warden_on_duty_removes_the_scratch_of_its_agent_and_only_then(tmp_path: Path) -> None:
+    scratch = tmp_path / "with a space\nand a line"
+    for dies in (False, True):
+        warden = Warden(scratch)
+        (scratch / "inside").mkdir(parents=True, exist_ok=True)
+        if dies:
+            warden._pipe.close()  # as if this process had ended
+            warden._child.wait(AMPLE_S)
+        else:
+            warden.close()
+        assert scratch.exists() != dies and tmp_path.exists()
+
+
 def test_only_what_will_run_is_bound() -> None:
     environment = dict(os.environ)
     assert wardens.bound([sys.executable, "-V"], environment)[-2:] == [sys.executable, "-V"]

@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
-import tempfile
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 
 from rallypoint.core.gang import Act, Decision, Exit, Gang
 from rallypoint.deadline import Deadline
@@ -24,10 +22,11 @@ from rallypoint.elastic.crew import Crew
 from rallypoint.elastic.events import Events
 from rallypoint.elastic.failure import Failure
 from rallypoint.elastic.job import Job
-from rallypoint.elastic.meeting import FAILED, SUCCEEDED, Meeting
+from rallypoint.elastic.logs import Logs
+from rallypoint.elastic.meeting import FAILED, SUCCEEDED, Meeting, in_words
 from rallypoint.elastic.workers import exit_code_of
 from rallypoint.elastic.world import World
-from rallypoint.errors import NetworkError, RallypointError, RunClosed
+from rallypoint.errors import RallypointError, RunClosed
 from rallypoint.server.settings import DEFAULT_GRACE_S
 
 __all__ = ["Agent"]
@@ -68,14 +67,13 @@ class Agent:
                 try:
                     return self._live()
                 except RunClosed as closed:
-                    without = "" if self._came else f"run {self._job.run_id!r} has ended without this node: "
-                    return self._ended(closed.result, without + closed.reason)
+                    without = "" if self._came else " without this node"
+                    return self._ended(closed.result, f"the run has {closed.result}{without}: {closed.reason}")
             except Signalled as caught:
                 self._events.say("signal", f"{caught.name} while waiting for other nodes")
                 return 128 + int(signal.Signals[caught.name])
             except RallypointError as error:
-                gone = "the run cannot go on without its server: " * isinstance(error, NetworkError)
-                self._events.fail("error", f"{gone}{error}")
+                self._events.fail("error", in_words(error, self._came))
                 self._stop()
                 return 1
 
@@ -86,8 +84,9 @@ class Agent:
         job = self._job
         self._meeting = meeting = Meeting(job, self._events, self._bell, stack)
         self._board, self._rendezvous = meeting.board, meeting.rendezvous
-        logs = job.log_dir or stack.enter_context(tempfile.TemporaryDirectory(prefix="rallypoint-"))
-        self._crew = Crew(job, Path(logs), self._bell.fileno())
+        self._logs = Logs(job, self._events)
+        stack.callback(self._logs.close)
+        self._crew = Crew(job, self._logs, self._bell.fileno())
         stack.callback(self._crew.close)
         stack.enter_context(self._events.shown_by(self._crew.say))
 
@@ -184,7 +183,7 @@ class Agent:
         if unstartable is not None:
             self._failures.append(unstartable)
             return self._gang.unstartable(unstartable.message)
-        return Decision(STARTED, f"started {len(ranks)} workers", ranks)
+        return Decision(STARTED, f"started {len(ranks)} worker{'s' * (len(ranks) > 1)}", ranks)
 
     def _exited(self, end: Exit) -> Decision:
         """Decide on the end of a worker; one that failed when the round was over may have failed of that."""
@@ -246,7 +245,7 @@ class Agent:
         self._board.fail(self._board.cause() or own)
         self._meeting.close(FAILED, reason)
         self._stop()
-        return self._ended(FAILED, reason)
+        return self._ended(FAILED, f"the run has failed: {reason}")
 
     def _ended(self, result: str, reason: str) -> int:
         """Say how the run has ended; return the exit code."""
@@ -255,17 +254,13 @@ class Agent:
             return 0
         first = self._board.failure()
         if first is None:
-            self._events.fail("end", f"the run has {result}: {reason}")
+            self._events.fail("end", reason)
             return 1
         others = [other for other in self._failures if other != first]
         words = first.summary() if first.pid else f"rank {first.rank} on {first.node}: {first.message}"
         text = failure.report(first, others) if first.pid else ""
         self._events.fail("failure", words, text, failure=first.facts())
-        if self._job.log_dir is not None:
-            try:
-                failure.write(Path(self._job.log_dir), first, others)
-            except OSError as error:
-                self._events.fail("error", f"failure.json cannot be written: {error}")
+        self._logs.record(first, others)
         return exit_code_of(first.code)
 
     # Stopping, pausing, signals

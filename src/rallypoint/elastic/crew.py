@@ -14,7 +14,8 @@ from rallypoint.core.gang import Exit
 from rallypoint.deadline import Deadline
 from rallypoint.elastic.failure import Failure, failure_of
 from rallypoint.elastic.job import Job
-from rallypoint.elastic.output import Feed, Pump, Std, parse_std, route, worker_dir
+from rallypoint.elastic.logs import Logs
+from rallypoint.elastic.output import Feed, Pump, Std, parse_std, route
 from rallypoint.elastic.warden import Warden
 from rallypoint.elastic.workers import Worker, WorkerUnstartable, describe_exit
 from rallypoint.elastic.world import World, environment
@@ -29,13 +30,13 @@ SLICE_S = 0.5
 class Crew:
     """All workers that this agent has, by global rank. `bell` is readable when there is other news."""
 
-    def __init__(self, job: Job, logs: Path, bell: int) -> None:
+    def __init__(self, job: Job, logs: Logs, bell: int) -> None:
         self._job = job
         self._logs = logs
         self._bell = bell
         self._redirects, self._tee = parse_std(job.redirects), parse_std(job.tee)
         self._prefix = os.isatty(1)
-        self._warden = Warden()
+        self._warden = Warden(logs.scratch)
         self._pump = Pump()
         self._workers: dict[int, tuple[Worker, Feed, Path]] = {}
         self._ended: set[int] = set()
@@ -64,8 +65,7 @@ class Crew:
 
     def _start(self, rank: int) -> None:
         local, world = rank - self._world.first, self._world
-        directory = worker_dir(self._logs, self._attempt, local)
-        directory.mkdir(parents=True, exist_ok=True)
+        directory = self._logs.of(self._attempt, local)
         errors = directory / "error.json"
         out, err = (
             route(stream, local, self._redirects, self._tee, self._job.shown_ranks, directory)
@@ -156,8 +156,13 @@ class Crew:
             code=NOT_FOUND if isinstance(error.__cause__, FileNotFoundError) else NOT_EXECUTABLE,
             how="not started",
             at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            message=str(error),
+            message=_without_files(error) if isinstance(error, OSError) else str(error),
         )
+
+
+def _without_files(error: OSError) -> str:
+    place = f" at {error.filename}" if error.filename else ""
+    return f"the worker's files cannot be made: {error.strerror}{place}. Is --log-dir a directory to write in?"
 
 
 def _wait_for(descriptors: Sequence[int], timeout_s: float) -> None:

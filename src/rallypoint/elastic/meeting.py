@@ -18,13 +18,13 @@ from rallypoint.elastic.events import Events
 from rallypoint.elastic.job import Job
 from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
 from rallypoint.elastic.world import World, gather
-from rallypoint.errors import MeetingError, RallypointError
+from rallypoint.errors import MeetingError, NetworkError, RallypointError, SessionLost
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.spawn import Server
 from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import parse_url
 
-__all__ = ["FAILED", "SUCCEEDED", "Meeting"]
+__all__ = ["FAILED", "SUCCEEDED", "Meeting", "in_words"]
 
 SUCCEEDED, FAILED = "succeeded", "failed"
 """The results of a run."""
@@ -123,4 +123,12 @@ class Meeting:
         return "this node is a spare" if status.phase == "formed" else status.reason
 
     def _waits(self, waiting: Waiting) -> None:
-        self._events.waits(f"has waited {waiting.waited_s:.0f} s: {waiting.reason}")
+        self._events.waits(f"this node has waited {waiting.waited_s:.0f} s: {waiting.reason}")
+
+
+def in_words(error: RallypointError, came: bool) -> str:
+    """Say what ends a run; that a store can be opened again is advice for scripts, not for whoever reads this."""
+    if not isinstance(error, NetworkError):
+        return str(error)
+    why = f"the session with {error.peer} is lost: {error.why}" if isinstance(error, SessionLost) else str(error)
+    return f"the run cannot {'go on' if came else 'begin'} without its server: {why}"

@@ -19,6 +19,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 __all__ = ["MARK", "Warden", "bound"]
 
@@ -44,6 +45,7 @@ for again in 1 2 3; do
         found=${found#/proc/}
         kill -s KILL "${found%/environ}"
     done
+    [ -z "$SCRATCH" ] || rm -rf -- "$SCRATCH"
 done
 """
 
@@ -52,11 +54,13 @@ class Warden:
     """The process that kills what is left of an agent's workers when the agent has ended without doing so.
 
     It holds nothing of the agent's but the end of a pipe, ends with `close` or after its duty, and is replaced when
-    somebody killed it. Only the process that made it may use it.
+    somebody killed it. Only the process that made it may use it. `scratch` is a directory that is to go with the
+    workers, and need not be there yet.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, scratch: Path | None = None) -> None:
         self.mark = f"{os.getpid()}-{secrets.token_hex(8)}"
+        self._scratch = str(scratch or "")
         self._groups: set[int] = set()
         self._lock = threading.Lock()
         self._open()
@@ -97,7 +101,7 @@ class Warden:
             stderr=nothing,
             bufsize=0,
             cwd="/",
-            env={"PATH": os.defpath},
+            env={"PATH": os.defpath, "SCRATCH": self._scratch},
             start_new_session=True,
         )
         assert self._child.stdin is not None
