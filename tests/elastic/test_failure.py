@@ -43,7 +43,7 @@ def test_it_says_who_how_and_when() -> None:
     assert (found.node, found.host, found.rank, found.local_rank, found.pid) == ("a", "h1", 3, 1, 77)
     assert (found.code, found.how, found.message) == (-9, "killed by SIGKILL (9)", "killed by SIGKILL (9)")
     assert found.at == "2026-02-03T02:05:06.789+00:00"
-    assert found.summary() == "rank 3 on a (pid 77) ended with killed by SIGKILL (9)"
+    assert found.summary() == "rank 3 on a (pid 77) failed: killed by SIGKILL (9)"
 
 
 def test_it_is_json_both_ways() -> None:
@@ -190,7 +190,7 @@ def test_the_first_comes_first_and_the_others_are_folded() -> None:
     lines = report(first, others).splitlines()
     assert lines[0] == lines[-1] == failure.RULE
     assert lines[1] == "FAILED FIRST: ValueError: boom"
-    assert "  exit  exit code 1" in lines
+    assert "  how   exit code 1" in lines
     assert "  rank  3 (local rank 1)" in lines
     assert "  node  a (host h1, pid 77)" in lines
     assert "  time  2026-02-03T02:05:06.789+00:00" in lines
@@ -198,8 +198,8 @@ def test_the_first_comes_first_and_the_others_are_folded() -> None:
     assert "  | before" in lines
     assert lines[-4:-1] == [
         "  after it, 2 more failed:",
-        "  - rank 4 on b (pid 77) ended with killed by SIGTERM (15)",
-        "  - rank 5 on b (pid 77) ended with killed by SIGTERM (15)",
+        "  - rank 4 on b (pid 77) failed: killed by SIGTERM (15)",
+        "  - rank 5 on b (pid 77) failed: killed by SIGTERM (15)",
     ]
     assert "secret" not in "\n".join(lines)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import uuid
 from collections.abc import Callable
@@ -89,8 +90,18 @@ def _conf(text: str) -> dict[str, float]:
         elif name not in CONF:
             raise ValueError(f"there is no {name!r}; there are {', '.join([*CONF, *NO_MATTER])}")
         else:
-            told[name] = float(value)
+            told[name] = _seconds(name, value)
     return told
+
+
+def _seconds(name: str, value: str) -> float:
+    try:
+        given = float(value)
+    except ValueError:
+        given = -1.0
+    if not 0 <= given < math.inf:
+        raise ValueError(f"{name}={value} is no time: write a number of seconds")
+    return given
 
 
 def _checked(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -113,12 +124,15 @@ def _url(text: str) -> net.Endpoint:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(int(number) for number in text.split(",") if number.strip())
+    try:
+        return tuple(int(number) for number in text.split(",") if number.strip())
+    except ValueError:
+        raise ValueError(f"{text!r} is no list of numbers, as in 0,1") from None
 
 
 def _note(what: str, why: str) -> None:
     """Keep a note for the agent to say."""
-    click.get_current_context().meta.setdefault(NOTES, []).append(f"{what} is not needed: {why}")
+    click.get_current_context().meta.setdefault(NOTES, []).append(f"{what} does nothing here: {why}")
 
 
 def _noted(function: Any) -> Any:
@@ -195,11 +209,11 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
     if not endpoint and told["master_port"] is not None:
         endpoint = str(net.Endpoint(told["master_addr"], told["master_port"]))
     if told["standalone"]:
-        least = most = 1
-        endpoint = ""
+        least, most, endpoint = 1, 1, ""
     if most > 1 and not endpoint and not told["store"]:
+        nodes = most if least == most else f"{least}:{most}"
         raise click.UsageError(
-            f"--nnodes={least}:{most} needs a place to meet: --rdzv-endpoint=HOST:PORT, or --store=tcp://HOST:PORT"
+            f"--nnodes={nodes} needs a place to meet: --rdzv-endpoint=HOST:PORT, or --store=tcp://HOST:PORT"
         )
     if told["module"] and told["no_python"]:
         raise click.UsageError("--module and --no-python exclude each other: SCRIPT is a module, or any command")
@@ -233,7 +247,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         log_dir=told["log_dir"],
         redirects=told["redirects"],
         tee=told["tee"],
-        shown_ranks=told["local_ranks_filter"],
+        shown_ranks=told["local_ranks_filter"] or None,
         environment=told["env_file"] or {},
         quiet=told["quiet"],
         json=told["json"],

@@ -158,7 +158,7 @@ class Gang(Struct, kw_only=True):
             return self._end(Act.FAIL, f"{failed}; this exit code means that starting again is no use")
         if used > self.rules.budget:
             spent = (
-                f"the budget of {self.rules.budget} restarts is used"
+                f"the budget of {self.rules.budget} restart{'s' * (self.rules.budget > 1)} is used"
                 if self.rules.budget
                 else "the job has no restarts"
             )

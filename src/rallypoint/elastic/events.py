@@ -86,7 +86,7 @@ def _show_status(look: Callable[[], str], over: threading.Event) -> None:
     began_at, shown = time.monotonic(), False
     with contextlib.suppress(RallypointError):
         while not over.wait(STATUS_S):
-            words = f"rallypoint run: waiting for {time.monotonic() - began_at:.0f} s: {look()}"
+            words = f"rallypoint run: this node has waited {time.monotonic() - began_at:.0f} s: {look()}"
             _write(f"\r\033[K{words[: _columns()]}")
             shown = True
     if shown:

@@ -78,7 +78,7 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """Say it in one line."""
         first = self.message.strip().partition("\n")[0]
         cause = "" if first in ("", self.how) else f": {first}"
-        return f"rank {self.rank} on {self.node} (pid {self.pid}) ended with {self.how}{cause}"
+        return f"rank {self.rank} on {self.node} (pid {self.pid}) failed: {self.how}{cause}"
 
 
 class Failures(msgspec.Struct, frozen=True):
@@ -126,7 +126,7 @@ def failure_of(
 def report(first: Failure, others: Sequence[Failure] = ()) -> str:
     """Return the block that ends a failed run: the first failure whole, the others in a line each."""
     facts = {
-        "exit": first.how,
+        "how": first.how,
         "rank": f"{first.rank} (local rank {first.local_rank})",
         "node": f"{first.node} (host {first.host}, pid {first.pid})",
         "time": first.at,
