@@ -7,8 +7,8 @@ HOURS  ?= 1
 
 # Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
 # Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.
-WANT   ?= torch bench
-DEBIAN ?= redis-server iproute2
+WANT   ?= torch bench etcd
+DEBIAN ?= redis-server iproute2 etcd-server
 
 BIN   := .venv/bin
 SETUP := $(PYTHON) tools/setup.py

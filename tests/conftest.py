@@ -16,6 +16,11 @@ from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
+from tests.etcd.fixtures import etcd_cluster, etcd_url
+
+from rallypoint.etcd.member import find_binary
+
+__all__ = ["etcd_cluster", "etcd_url"]  # fixtures for tests in every folder
 
 settings.register_profile(
     "rallypoint",
@@ -45,10 +50,19 @@ def _makes_namespaces() -> bool:
     return made
 
 
+def _has_etcd() -> bool:
+    try:
+        find_binary()
+    except FileNotFoundError:
+        return False
+    return _importable("grpc")
+
+
 PARTS: dict[str, Callable[[], bool]] = {
     "torch": lambda: _importable("torch"),
     "redis": lambda: shutil.which("redis-server") is not None,
     "netns": _makes_namespaces,
+    "etcd": _has_etcd,
 }
 """A part, and how to find out whether it is here."""
 

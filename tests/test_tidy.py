@@ -38,6 +38,7 @@ LAYERS = (
     ("core",),
     ("net",),
     ("spawn",),
+    ("etcd",),
     ("store",),
     ("server", "recipes", "aio"),
     ("elastic",),
@@ -57,7 +58,7 @@ PURE = words(
 
 IMPURE_CALLS = words("open print input breakpoint exec eval __import__")
 PICKLERS = words("pickle _pickle cPickle pickletools cloudpickle dill joblib marshal shelve")
-HEAVY = words("torch asyncio uvloop")
+HEAVY = words("torch asyncio uvloop grpc")
 """What `import rallypoint` must not import."""
 
 SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60

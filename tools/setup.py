@@ -32,6 +32,8 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed-from.txt"
 MISSING = VENV / "missing.txt"
 OLDEST = (3, 10)
+PROGRAMS = {"etcd-server": "etcd"}
+"""The program of a Debian package, where the names differ."""
 
 
 class Failed(Exception):
@@ -143,7 +145,7 @@ def install_package() -> None:
 
 def has_debian(package: str) -> bool:
     """Say whether a Debian package is installed, or its program is on the path by other means."""
-    if shutil.which(package):
+    if shutil.which(PROGRAMS.get(package, package)):
         return True
     if not shutil.which("dpkg-query"):
         return False

@@ -1,0 +1,1 @@
+"""Tests of the store in etcd, and the clusters that they use."""

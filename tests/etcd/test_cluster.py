@@ -1,0 +1,74 @@
+"""The clusters that tests use do what their methods say, and never outlive the tests."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tests.etcd.cluster import Cluster
+from tests.wire import AMPLE_S, read_line
+
+from rallypoint.deadline import Deadline
+from rallypoint.etcd.process import Process
+
+pytestmark = pytest.mark.needs("etcd")
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_every_test_has_a_prefix_of_its_own(etcd_url, etcd_cluster):
+    assert etcd_url.startswith(f"{etcd_cluster.url}/") and len(etcd_cluster.endpoints) == 3
+    assert all(member.healthy() for member in etcd_cluster)
+    assert not any(endpoint.endswith((":2379", ":2380")) for endpoint in etcd_cluster.endpoints)
+
+
+def test_a_member_that_is_killed_held_or_cut_off_no_longer_leads():
+    with Cluster(cuttable=True) as cluster:
+        first = cluster.leader()
+        cluster.partition(first)
+        second = cluster.leader(other_than=first)
+        assert [member.healthy() for member in cluster] == [index != first for index in range(3)]
+        cluster.heal()
+        cluster.settle()
+        second = cluster.leader()
+        cluster.kill(second)
+        third = cluster.leader(other_than=second)
+        cluster.restart(second)
+        cluster.stop(third)
+        cluster.leader(other_than=third)
+        cluster.cont(third)
+        cluster.settle()
+
+
+def test_a_member_that_is_cut_off_stays_so_when_it_is_started_again():
+    with Cluster(cuttable=True) as cluster:
+        follower = (cluster.leader() + 1) % 3
+        cluster.partition(follower)
+        cluster.kill(follower)
+        cluster.restart(follower, wait=False)
+        assert not cluster.local.members[follower].healthy()
+        cluster.heal()
+        cluster.settle()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_members_end_with_the_process_that_runs_the_tests(number, tmp_path):
+    code = """
+import sys
+from pathlib import Path
+from tests.etcd.cluster import Cluster
+with Cluster(Path(sys.argv[1]), members=1) as cluster:
+    print(cluster.local.members[0].pid, flush=True)
+    sys.stdin.read()
+"""
+    command = [sys.executable, "-c", code, tmp_path / "cluster"]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as child:
+        member = Process.of(int(read_line(child)))
+        assert member is not None
+        child.send_signal(number)
+        assert child.wait(AMPLE_S) != 0
+    assert member.wait(Deadline(AMPLE_S))
