@@ -35,6 +35,7 @@ from rallypoint.errors import (
     Unsupported,
 )
 from rallypoint.store.base import Change
+from rallypoint.store.route import NO_GATEWAY, Route, Search
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
 
@@ -47,14 +48,14 @@ _Self = TypeVar("_Self", bound="AsyncStore")
 
 
 async def connect(url: str, timeout: Timeout | None = None) -> AsyncStore:
-    """Open a session with the server that a tcp:// URL names.
+    """Open a session with the server that a tcp:// URL names, or with the first of several that answers.
 
     Raises ConnectFailed when nobody answers in time, Unsupported when a plain PyTorch server does.
     """
     parsed = parse_url(url, timeout)
     if parsed.scheme != "tcp":
         raise ValueError(f"store URL {url!r}: asyncio is for tcp://; use rallypoint.connect for the others")
-    session = _Session(parsed.endpoint(), parsed.timeout_s)
+    session = _Session(Route(parsed.endpoints()), parsed.timeout_s)
     await session.open(Deadline(parsed.timeout_s))
     return AsyncStore(session, b"/" + (f"{parsed.prefix}/".encode() if parsed.prefix else b""), parsed.timeout_s)
 
@@ -86,10 +87,10 @@ class _Link(asyncio.Protocol):
 class _Session:
     """A session with one of our servers, and the connection that carries it now."""
 
-    def __init__(self, endpoint: net.Endpoint, timeout_s: float) -> None:
-        self.peer = str(endpoint)
+    def __init__(self, route: Route, timeout_s: float) -> None:
+        self.peer = str(route.endpoints)
         self._patience_s = max(timeout_s, LEAST_PATIENCE_S)
-        self._endpoint = endpoint
+        self._route = route
         self._core = Client(net.caller_name())
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
         self._watches: dict[int, asyncio.Queue[Event | None]] = {}
@@ -97,42 +98,46 @@ class _Session:
         self._link: _Link | None = None
         self._welcome: asyncio.Future[Reply] | None = None
         self._mending: asyncio.Task[None] | None = None
-        self._grace_s = 0.0
+        self._grace_s, self._cuts = 0.0, 0
         self.over: RallypointError | None = None
 
     async def open(self, deadline: Deadline) -> None:
         """Connect, say hello, and repeat what a cut left open; raise what ends the session for good."""
-        tried = {self.peer: "no answer"}
+        search = Search(self._route, deadline)
         while True:
-            try:
-                await asyncio.wait_for(self._greet(), max(deadline.remaining(), 0.1))
-                return
-            except (OSError, BadMessage, asyncio.TimeoutError) as error:
-                if isinstance(error, RallypointError):
-                    raise
-                tried[self.peer] = getattr(error, "strerror", None) or str(error) or "no answer"
-                refused = isinstance(error, BadMessage)
-            if refused or deadline.expired():
-                raise ConnectFailed(peer=self.peer, timeout_s=deadline.timeout_s, tried=tried)
-            await asyncio.sleep(min(0.05, deadline.remaining()))
+            for endpoint, turn in search.round():
+                try:
+                    await asyncio.wait_for(self._greet(endpoint), max(turn.remaining(), 0.1))
+                    return
+                except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
+                    if isinstance(error, RallypointError):
+                        raise
+                    why = getattr(error, "strerror", None) or str(error) or "no answer"
+                    search.failed(endpoint, why, isinstance(error, (BadMessage, ValueError)))
+            await asyncio.sleep(search.pause_s())
 
-    async def _greet(self) -> None:
+    async def _greet(self, endpoint: net.Endpoint) -> None:
         loop = asyncio.get_running_loop()
-        transport, link = await loop.create_connection(lambda: _Link(self), *self._endpoint)
+        transport, link = await loop.create_connection(lambda: _Link(self), *endpoint)
         try:
             transport.write(PREFACE)
             answer = await link.greeting
             if answer == PREFACE[-len(ACCEPTED) :]:
+                if self._route.several:
+                    raise BadMessage(NO_GATEWAY)
                 why = "a plain PyTorch server answers there; use rallypoint.connect"
                 raise Unsupported(operation="asyncio", store=self.peer, why=why)
             if answer != ACCEPTED:
                 raise BadMessage(f"not a store: it answered {answer!r}")
             self._welcome = loop.create_future()
             transport.write(self._core.greet())
-            self._grace_s = self._core.welcome(await self._welcome, self.peer)
+            self._grace_s = self._core.welcome(await self._welcome, self._route.peer(endpoint))
+            if transport.is_closing():  # it was lost before it could be ours to mend
+                raise ConnectionError("the server closed it")
         except BaseException:
             transport.abort()
             raise
+        self._route.arrived(endpoint, self._core.server)
         self._transport, self._link = transport, link
         transport.write(self._core.repeat())
 
@@ -151,6 +156,7 @@ class _Session:
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(reply)
         elif self._core.expects(reply):
+            self._cuts = 0
             future = self._waiting.get(reply.number)
             if future is None:
                 self._core.settle(reply)
@@ -167,6 +173,9 @@ class _Session:
             self._welcome.set_exception(ConnectionError("the server closed it"))
         if link is self._link and self.over is None:
             self._transport = self._link = None
+            self._cuts += 1
+            if self._cuts > 1:  # it answers there, and hangs up
+                self._route.leave()
             self._mending = asyncio.ensure_future(self._mend())
 
     async def _mend(self) -> None:

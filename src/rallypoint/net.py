@@ -35,7 +35,9 @@ from rallypoint.errors import AddressTaken, ConnectFailed
 
 __all__ = [
     "Endpoint",
+    "Endpoints",
     "parse_endpoint",
+    "parse_endpoints",
     "is_this_host",
     "listen",
     "adopt",
@@ -85,6 +87,13 @@ class Endpoint(NamedTuple):
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
+class Endpoints(tuple[Endpoint, ...]):
+    """The addresses of one store, at least one, in the order in which to try them; as text with commas in between."""
+
+    def __str__(self) -> str:
+        return ",".join(map(str, self))
+
+
 def _is_ipv6(host: str) -> bool:
     with suppress(OSError, ValueError):
         return bool(socket.inet_pton(socket.AF_INET6, re.sub(r"%[\w.-]+\Z", "", host)))
@@ -108,6 +117,14 @@ def parse_endpoint(text: str | None, default_port: int) -> Endpoint:
     if not re.fullmatch(r"[0-9]{1,5}", parts[3]) or int(parts[3]) > 65535:
         raise ValueError(f"endpoint {text!r} does not end with a port number from 0 to 65535")
     return Endpoint(host, int(parts[3]))
+
+
+def parse_endpoints(text: str, default_port: int) -> Endpoints:
+    """Read `host[:port],host[:port]`, each as `parse_endpoint` does but none of them empty; a repeated one is one."""
+    parts = text.split(",")
+    if not all(part.strip() for part in parts):
+        raise ValueError(f"endpoints {text!r} are not host[:port],host[:port]: one of them is empty")
+    return Endpoints(dict.fromkeys(parse_endpoint(part, default_port) for part in parts))
 
 
 def _ask_resolver(host: str, flags: int, within_s: float) -> list[Any]:
@@ -325,8 +342,8 @@ def _round(host: str, port: int, deadline: Deadline, patience_s: float, tried: d
     return None
 
 
-def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
-    """Connect to the first address of the host that answers, trying again until the deadline.
+def connect(host: str, port: int, deadline: Deadline, *, once: bool = False) -> socket.socket:
+    """Connect to the first address of the host that answers, trying again until the deadline unless only `once`.
 
     The socket is blocking, without Nagle's delay, and kept alive. Raises `ConnectFailed` with what happened at
     each address, and `ValueError` for what is no host name or no port.
@@ -336,8 +353,9 @@ def connect(host: str, port: int, deadline: Deadline) -> socket.socket:
     tried: dict[str, str] = {}
     patience_s, pause_s = _PATIENCE_S[0], _PAUSE_S[0]
     while (sock := _round(host, port, deadline, patience_s, tried)) is None:
-        time.sleep(min(deadline.remaining(), pause_s * random.uniform(0.5, 1.0)))
-        if deadline.expired():
+        if not once:
+            time.sleep(min(deadline.remaining(), pause_s * random.uniform(0.5, 1.0)))
+        if once or deadline.expired():
             raise ConnectFailed(peer=str(Endpoint(host, port)), timeout_s=deadline.timeout_s, tried=tried)
         patience_s, pause_s = min(2 * patience_s, _PATIENCE_S[1]), min(2 * pause_s, _PAUSE_S[1])
     return sock

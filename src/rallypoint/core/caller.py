@@ -74,7 +74,7 @@ class Sessions:
             unseen = session.resume(hello.pushes_seen)
             self._away.pop(session, None)
         session.link = link
-        welcome = Welcome(native.VERSION, self.identity, session.id, self.grace_s, bool(hello.session))
+        welcome = Welcome(native.VERSION, self.identity, session.id, self.grace_s, bool(hello.session), True)
         return session, frame((0, Status.OK, welcome)) + unseen
 
     def cut(self, session: Session, link: object, now: float) -> None:

@@ -74,11 +74,19 @@ _ERRORS: dict[str, type[StoreError]] = {
 
 
 class Client:
-    """The client's end of one session, over as many connections as it takes."""
+    """The client's end of one session, over as many connections as it takes.
 
-    def __init__(self, name: str) -> None:
+    With `server`, only one of that identity is taken for the store.
+    """
+
+    def __init__(self, name: str, server: bytes = b"") -> None:
         self._name = name
-        self._server = b""
+        self.server = server
+        """The identity of the server, which several gateways of one store share."""
+
+        self.hosts_objects = True
+        """Whether shared objects live in the server."""
+
         self._session = b""
         self._frames = Frames(MAX_FRAME_BYTES)
         self.number = 1
@@ -100,11 +108,14 @@ class Client:
                 identity, why = reply.result
                 if not self._session:
                     raise BadMessage(f"refused: {why}")
-                raise (SessionLost if identity == self._server else ServerRestarted)(peer=peer, why=why)
+                raise (SessionLost if identity == self.server else ServerRestarted)(peer=peer, why=why)
             welcome = msgspec.convert(reply.result, Welcome)
         except (msgspec.ValidationError, TypeError, ValueError) as error:
             raise BadMessage(f"the server's welcome makes no sense: {error}") from None
-        self._server, self._session = welcome.server, welcome.session
+        if self.server not in (b"", welcome.server):
+            raise ServerRestarted(peer=peer, why="its identity is another, and so is what it stores")
+        self.server, self._session = welcome.server, welcome.session
+        self.hosts_objects = welcome.hosts_objects
         return welcome.grace_s
 
     def repeat(self) -> bytes:

@@ -96,6 +96,8 @@ class Welcome(Struct, array_like=True):
     session: bytes
     grace_s: float
     resumed: bool
+    hosts_objects: bool = True
+    """Whether it carries out `Act`; where not, the members of a shared object host it."""
 
 
 class Request(Struct, array_like=True, gc=False):

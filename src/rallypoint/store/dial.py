@@ -1,4 +1,4 @@
-"""Call a server: connect, find out whose it is, and open or resume a session there.
+"""Call a server, or the first of several that answers: find out whose it is, and open or resume a session there.
 
 PyTorch's server understands the greeting too, and answers it in its own way; then `NotOurs` has the connection.
 """
@@ -14,6 +14,7 @@ from rallypoint.core.client import Client, Reply
 from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, RallypointError
+from rallypoint.store.route import NO_GATEWAY, Route, Search
 
 __all__ = ["NotOurs", "dial"]
 
@@ -29,35 +30,54 @@ class NotOurs(Exception):
         self.socket = sock
 
 
-def dial(endpoint: net.Endpoint, core: Client, deadline: Deadline) -> tuple[socket.socket, float, list[Reply]]:
+def dial(route: Route, core: Client, deadline: Deadline) -> tuple[socket.socket, float, list[Reply]]:
     """Connect, say hello, and repeat what a cut left open; try again until the deadline if that is cut, too.
 
-    Returns the socket, the session's grace, and what came behind the welcome. Raises ConnectFailed, NotOurs, or what
-    ends the session for good.
+    Returns the socket, the session's grace, and what came behind the welcome; `route` knows then where that is. Raises
+    ConnectFailed, NotOurs (from a single address), or what ends the session for good.
     """
-    pause_s = 0.01
+    search = Search(route, deadline)
     while True:
-        sock = net.connect(*endpoint, deadline)
-        try:
-            return sock, *_introduce(sock, core, endpoint, deadline)
-        except NotOurs:
-            raise
-        except BadMessage as error:
-            sock.close()
-            raise _unreached(endpoint, str(error), deadline) from None
-        except BaseException as error:
-            sock.close()
-            if not isinstance(error, OSError) or isinstance(error, RallypointError):
-                raise
-            if deadline.expired():
-                raise _unreached(endpoint, error.strerror or str(error), deadline) from None
-        time.sleep(min(pause_s, deadline.remaining()))
-        pause_s = min(2 * pause_s, 0.5)
+        for endpoint, turn in search.round():
+            try:
+                return _call(endpoint, route, core, turn, deadline)
+            except NotOurs as answer:
+                if not route.several:
+                    raise
+                answer.socket.close()
+                search.failed(endpoint, NO_GATEWAY, useless=True)
+            except ConnectFailed as error:
+                search.failed(endpoint, error.tried)
+            except (BadMessage, ValueError) as error:  # the latter for what is no host name
+                if not route.several and not isinstance(error, BadMessage):
+                    raise
+                search.failed(endpoint, str(error), useless=True)
+            except OSError as error:
+                if isinstance(error, RallypointError):
+                    raise
+                search.failed(endpoint, error.strerror or str(error))
+        time.sleep(search.pause_s())
 
 
-def _introduce(
-    sock: socket.socket, core: Client, endpoint: net.Endpoint, deadline: Deadline
-) -> tuple[float, list[Reply]]:
+def _call(
+    endpoint: net.Endpoint, route: Route, core: Client, turn: Deadline, deadline: Deadline
+) -> tuple[socket.socket, float, list[Reply]]:
+    """Try one address: it must have answered in its turn, and then what is repeated has until the deadline."""
+    sock = net.connect(*endpoint, turn, once=route.several)
+    try:
+        grace_s, replies = _introduce(sock, core, route.peer(endpoint), turn)
+        sock.settimeout(max(deadline.remaining(), LEAST_S))
+        sock.sendall(core.repeat())
+    except NotOurs:
+        raise
+    except BaseException:
+        sock.close()
+        raise
+    route.arrived(endpoint, core.server)
+    return sock, grace_s, replies
+
+
+def _introduce(sock: socket.socket, core: Client, peer: str, deadline: Deadline) -> tuple[float, list[Reply]]:
     sock.settimeout(max(deadline.remaining(), LEAST_S))
     sock.sendall(PREFACE)
     answer = b""
@@ -71,9 +91,7 @@ def _introduce(
     replies: list[Reply] = []
     while not replies:
         replies = core.receive(_some(sock, 65536, deadline))
-    grace_s = core.welcome(replies[0], str(endpoint))
-    sock.sendall(core.repeat())
-    return grace_s, replies[1:]
+    return core.welcome(replies[0], peer), replies[1:]
 
 
 def _some(sock: socket.socket, most: int, deadline: Deadline) -> bytes:
@@ -84,8 +102,3 @@ def _some(sock: socket.socket, most: int, deadline: Deadline) -> bytes:
     if not data:
         raise ConnectionError("the server closed it")
     return data
-
-
-def _unreached(endpoint: net.Endpoint, why: str, deadline: Deadline) -> ConnectFailed:
-    peer = str(endpoint)
-    return ConnectFailed(peer=peer, timeout_s=deadline.timeout_s, tried={peer: why})

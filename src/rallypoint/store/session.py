@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rallypoint import net
 from rallypoint.core import native
 from rallypoint.core.machine import Command, Done, Refused, Waiting
 from rallypoint.core.native import Request
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.store.base import Backend, Feed
+from rallypoint.store.route import Route
 from rallypoint.store.wire import Wire
 
 __all__ = ["SessionBackend"]
@@ -42,12 +42,23 @@ class SessionBackend(Backend):
     """A session with one of our servers; raises `NotOurs` where PyTorch's answers."""
 
     root = b"/"
-    hosts_objects = True
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
-        self.host, self.port, self.timeout_s = host, port, timeout_s
-        self._wire = Wire(net.Endpoint(host, port), timeout_s)
+    def __init__(self, route: Route, timeout_s: float) -> None:
+        self.timeout_s = timeout_s
+        self._route = route
+        self._wire = Wire(route, timeout_s)
         self.name = self._wire.label
+        self.hosts_objects = self._wire.hosts_objects
+
+    @property
+    def host(self) -> str:
+        """The host that the session is at now."""
+        return self._route.at.host
+
+    @property
+    def port(self) -> int:
+        """That server's port."""
+        return self._route.at.port
 
     # Calls that answer at once
 
@@ -149,7 +160,7 @@ class SessionBackend(Backend):
         return results
 
     def clone(self) -> SessionBackend:
-        return SessionBackend(self.host, self.port, self.timeout_s)
+        return SessionBackend(self._route.copy(), self.timeout_s)
 
     def close(self) -> None:
         self._wire.close()

@@ -29,13 +29,14 @@ from rallypoint.errors import ConnectionLost, NotAnInteger, StoreClosed, Unsuppo
 from rallypoint.store.base import Backend, Store
 from rallypoint.store.dial import NotOurs
 from rallypoint.store.link import PING, Link
+from rallypoint.store.route import Route
 from rallypoint.store.session import SessionBackend
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
 
-__all__ = ["TCPStore"]
+__all__ = ["TCPStore", "reach"]
 
 DEFAULT_PORT = 29500
 IDLE_LINKS = 4
@@ -318,13 +319,22 @@ class TorchBackend(Backend):
         return error
 
 
-def _reach(host: str, port: int, timeout_s: float) -> TorchBackend | SessionBackend:
-    """Open a session with our server; PyTorch's is spoken to in its own protocol."""
+def _backend(endpoints: net.Endpoints, timeout_s: float) -> TorchBackend | SessionBackend:
+    """Open a session with our server; PyTorch's, if it is the only one, is spoken to in its own protocol."""
     try:
-        return SessionBackend(host, port, timeout_s)
+        return SessionBackend(Route(endpoints), timeout_s)
     except NotOurs as answer:
         answer.socket.close()
-        return TorchBackend(host, port, timeout_s)
+        return TorchBackend(*endpoints[0], timeout_s)
+
+
+def reach(endpoints: net.Endpoints, timeout_s: float) -> TCPStore:
+    """Return a client of a store that has several servers; of one, the same as TCPStore itself."""
+    store = TCPStore.__new__(TCPStore)
+    store._server = None
+    backend = _backend(endpoints, timeout_s)
+    Store.__init__(store, backend, backend.root, timeout_s)
+    return store
 
 
 class TCPStore(Store):
@@ -355,19 +365,19 @@ class TCPStore(Store):
 
             self._server = master.serve(host_name, port, multi_tenant, master_listen_fd, deadline)
             port = port if self._server is None else self._server.port
-        backend = _reach(host_name, port, seconds(timeout))
+        backend = _backend(net.Endpoints((net.Endpoint(host_name, port),)), seconds(timeout))
         super().__init__(backend, backend.root, timeout)
         if world_size is not None and wait_for_workers:
             self._meet(backend, world_size, is_master, deadline)
 
     @property
     def host(self) -> str:
-        """The host that this client was given."""
+        """The host that this client was given; of several, the one that it is connected to."""
         return self._torch.host
 
     @property
     def port(self) -> int:
-        """The server's port."""
+        """That server's port."""
         return self._torch.port
 
     def close(self) -> None:

@@ -4,6 +4,8 @@
     memory://NAME        the store of that name in this process
     file:///PATH         a FileStore
     tcp://HOST[:PORT]    a TCPStore client, port 29400 where none is given
+    tcp://HOST[:PORT],HOST[:PORT]    the same, of a store that has several servers (gateways): the first that answers,
+                         and when that is lost, another, with the same session
 
 A key prefix follows as a path (`tcp://head:29400/job-7`), for files as `?prefix=job-7`, which works for all of them.
 `?timeout=SECONDS` sets how long blocking calls wait.
@@ -11,6 +13,7 @@ A key prefix follows as a path (`tcp://head:29400/job-7`), for files as `?prefix
 
 from __future__ import annotations
 
+import re
 import threading
 from typing import NamedTuple
 
@@ -19,7 +22,7 @@ from rallypoint.deadline import Timeout, seconds
 from rallypoint.store.base import Store
 from rallypoint.store.memory import HashStore
 from rallypoint.store.prefix import PrefixStore
-from rallypoint.store.tcp import TCPStore
+from rallypoint.store.tcp import reach
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
 __all__ = ["StoreURL", "connect", "parse_url"]
@@ -41,11 +44,18 @@ class StoreURL(NamedTuple):
     timeout_s: float
 
     def endpoint(self) -> net.Endpoint:
-        """Return the server of a tcp:// URL."""
+        """Return the server of a tcp:// URL, for those to whom only one is of use."""
+        first, *others = self.endpoints()
+        if others:
+            raise ValueError(f"store URL {self.text!r}: only one server can be given here, and these are {self.place}")
+        return first
+
+    def endpoints(self) -> net.Endpoints:
+        """Return the servers of a tcp:// URL, in their order."""
         if not self.place or "@" in self.place:
             raise ValueError(f"store URL {self.text!r}: give the server as tcp://host:port")
         try:
-            return net.parse_endpoint(self.place, DEFAULT_PORT)
+            return net.parse_endpoints(self.place, DEFAULT_PORT)
         except ValueError as error:
             raise ValueError(f"store URL {self.text!r}: {error}") from None
 
@@ -54,7 +64,9 @@ def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
     """Take a store URL apart; raise ValueError that quotes it where it makes no sense."""
     from urllib.parse import parse_qsl, unquote, urlsplit  # costs as much as all the rest of `import rallypoint`
 
-    parts = urlsplit(url)
+    scheme, slashes, rest = url.partition("://")
+    place = re.split("[/?#]", rest, maxsplit=1)[0]  # by ourselves: urlsplit refuses a list with brackets in it
+    parts = urlsplit(scheme + slashes + rest[len(place) :])
     if parts.scheme not in ("memory", "file", "tcp"):
         raise ValueError(f"store URL {url!r}: {parts.scheme!r} is no kind of store; there are memory, file and tcp")
     options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
@@ -66,7 +78,7 @@ def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
     if parts.scheme != "file":
         prefix = prefix or path.strip("/")
     wait_s = _timeout(url, wait) if timeout is None else seconds(timeout)
-    return StoreURL(url, parts.scheme, parts.netloc, path, prefix, wait_s)
+    return StoreURL(url, parts.scheme, place, path, prefix, wait_s)
 
 
 def connect(url: str, timeout: Timeout | None = None) -> Store:
@@ -81,8 +93,7 @@ def connect(url: str, timeout: Timeout | None = None) -> Store:
     elif parsed.scheme == "memory":
         store = _memory(parsed.place, parsed.timeout_s)
     else:
-        host, port = parsed.endpoint()
-        store = TCPStore(host, port, timeout=parsed.timeout_s)
+        store = reach(parsed.endpoints(), parsed.timeout_s)
     return PrefixStore(parsed.prefix, store) if parsed.prefix else store
 
 

@@ -6,8 +6,8 @@ another waiting thread to read on. Most calls are alone: they take the reader's 
 comes first is their answer, which needs no slot.
 
 A cut is mended by whoever notices it: a reading thread, or, when no call is under way, the keeper, a daemon thread. It
-connects again, resumes the session and repeats what was not answered. When the server has no such session any more, or
-the grace has passed, the wire is over for good: `SessionLost`, or `ServerRestarted` when another server answered.
+connects again, there or elsewhere, resumes the session and repeats what was not answered. When there is no such session
+any more, or the grace has passed, it is over for good: `SessionLost`, or `ServerRestarted` when another server answers.
 
 Who reads, and mends, is noted in `_reader` by a token of its own, so that a call that is interrupted anywhere can see
 whether it was the reader, and stop being it: a lock could be left held by a signal right after it was taken. Whoever
@@ -50,6 +50,7 @@ from rallypoint.errors import (
 from rallypoint.store import keeper
 from rallypoint.store.dial import NotOurs, dial
 from rallypoint.store.ear import Ear
+from rallypoint.store.route import Route
 from rallypoint.store.slot import Slot
 
 __all__ = ["Wire"]
@@ -80,14 +81,14 @@ os.register_at_fork(after_in_child=_forked)
 class Wire:
     """A session with one of our servers, and the connection that carries it now; for many threads, and after a fork."""
 
-    def __init__(self, endpoint: net.Endpoint, timeout_s: float) -> None:
-        self.label = f"tcp://{endpoint}"
+    def __init__(self, route: Route, timeout_s: float) -> None:
+        self._peer = str(route.endpoints)
+        self.label = f"tcp://{self._peer}"
         self.beat_s = float("inf")
         """How often the heart of this process must beat, for the sake of its leases."""
 
-        self._endpoint = endpoint
+        self._route = route
         self._timeout_s = timeout_s
-        self._peer = str(endpoint)
         self._patience_s = max(timeout_s, LEAST_PATIENCE_S)
         self._begin()
 
@@ -98,11 +99,12 @@ class Wire:
         self._sender, self._lock = threading.Lock(), threading.Lock()
         self._slots: dict[int, Slot] = {}
         self._over: RallypointError | None = None
-        self._core = Client(net.caller_name())
+        self._core = Client(net.caller_name(), self._route.identity)
         self._grace_s = 0.0
         self._mended, self._cut_at = 0, float("-inf")
         self._ear = self._connect(Deadline(self._timeout_s))
         self._forks = _forks
+        self.hosts_objects = self._core.hosts_objects
         keeper.start(self)
 
     # Requests
@@ -489,7 +491,7 @@ class Wire:
 
     def _connect(self, deadline: Deadline) -> Ear:
         """Open or resume the session on a new connection; nobody else reads or sends meanwhile."""
-        sock, self._grace_s, replies = dial(self._endpoint, self._core, deadline)
+        sock, self._grace_s, replies = dial(self._route, self._core, deadline)
         with self._lock:
             for reply in replies:
                 self._deliver(reply)
@@ -503,6 +505,8 @@ class Wire:
         cut_at = time.monotonic()
         self._mended = self._mended + 1 if cut_at < self._cut_at + IN_A_ROW_S else 1
         self._cut_at = cut_at
+        if self._mended > 1:
+            self._route.leave()
         with self._sender:
             self._ear.socket.close()
             try:

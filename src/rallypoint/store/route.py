@@ -1,0 +1,111 @@
+"""The way to a store that has one server or several: which address to try next, for how long, and when to give up.
+
+Several addresses are gateways of one store: they have one identity, and a session that one of them carried is resumed
+at any other. Whoever looks for a server tries them in turn, the one where it was first: each for its share of the time
+that is left and not longer than a moment, which doubles every round, so that a host that is silent costs about a second
+and one that refuses costs nothing. When all of them answered that they are of no use, there is no other round.
+
+The blocking client and the asyncio one search by the same rules, which are here; this module connects to nothing. A
+single address keeps the whole time.
+
+Rejected: to call all at once. The session would be taken from one gateway by the next, and each takes a write in etcd.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from rallypoint import net
+from rallypoint.deadline import Deadline
+from rallypoint.errors import ConnectFailed
+
+__all__ = ["NO_GATEWAY", "Route", "Search"]
+
+PATIENCE_S = (1.0, 30.0)
+"""How long one of several addresses may be silent at most: in the first round, and after doubling each round."""
+
+PAUSE_S = (0.01, 0.5)
+"""How long to wait between rounds, likewise."""
+
+NO_GATEWAY = "a plain PyTorch server, which cannot be one of several"
+"""What is said of an address in a list where PyTorch's server answers."""
+
+
+class Route:
+    """The addresses of a store, and where its client is now."""
+
+    def __init__(self, endpoints: net.Endpoints) -> None:
+        for endpoint in endpoints:
+            if not 1 <= endpoint.port <= 65535:
+                raise ValueError(f"a port to connect to is 1 to 65535, not {endpoint.port}")
+        self.endpoints = endpoints
+        self.at = endpoints[0]
+        self.identity = b""
+        """What all of several servers must be, once one is known. A single one may come back as another."""
+
+    @property
+    def several(self) -> bool:
+        """Whether there is more than one address."""
+        return len(self.endpoints) > 1
+
+    def order(self) -> list[net.Endpoint]:
+        """Return the addresses as they are to be tried: the one where we are, and those that follow it, around."""
+        at = self.endpoints.index(self.at)
+        return [*self.endpoints[at:], *self.endpoints[:at]]
+
+    def arrived(self, endpoint: net.Endpoint, identity: bytes) -> None:
+        """Note who answered."""
+        self.at = endpoint
+        if self.several:
+            self.identity = identity
+
+    def leave(self) -> None:
+        """Begin with another address next time: this one answers, and then hangs up."""
+        self.at = self.order()[1 % len(self.endpoints)]
+
+    def copy(self) -> Route:
+        """Return the same route for another client."""
+        route = Route(self.endpoints)
+        route.at, route.identity = self.at, self.identity
+        return route
+
+    def peer(self, endpoint: net.Endpoint) -> str:
+        """Return how errors call one of the addresses."""
+        return f"{endpoint} (one of {self.endpoints})" if self.several else str(endpoint)
+
+
+class Search:
+    """One search along a route, until a deadline."""
+
+    def __init__(self, route: Route, deadline: Deadline) -> None:
+        self._route = route
+        self._deadline = deadline
+        self._failed: dict[net.Endpoint, Mapping[str, str]] = {}
+        self._useless = 0
+        self._patience_s, self._pause_s = PATIENCE_S[0], PAUSE_S[0]
+
+    def round(self) -> Iterator[tuple[net.Endpoint, Deadline]]:
+        """Yield each address to try, and by when it must have answered; those not tried yet even when time is up."""
+        self._useless = 0
+        addresses = self._route.order()
+        for index, endpoint in enumerate(addresses):
+            if not self._route.several:
+                yield endpoint, self._deadline
+            elif endpoint not in self._failed or not self._deadline.expired():
+                share_s = self._deadline.remaining() / (len(addresses) - index)
+                yield endpoint, Deadline(min(share_s, self._patience_s))
+
+    def failed(self, endpoint: net.Endpoint, why: str | Mapping[str, str], useless: bool = False) -> None:
+        """Note what happened at an address, and whether it answered that it is of no use."""
+        self._failed[endpoint] = {str(endpoint): why} if isinstance(why, str) else why
+        self._useless += useless
+
+    def pause_s(self) -> float:
+        """Return how long to wait before the next round; raise ConnectFailed where there is to be none."""
+        if self._useless == len(self._route.endpoints) or self._deadline.expired():
+            tried = {where: why for each in self._failed.values() for where, why in each.items()}
+            raise ConnectFailed(peer=str(self._route.endpoints), timeout_s=self._deadline.timeout_s, tried=tried)
+        pause_s = min(self._pause_s, self._deadline.remaining())
+        self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
+        self._patience_s = min(2 * self._patience_s, PATIENCE_S[1])
+        return pause_s
