@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 import select
 import shutil
 import signal
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -49,7 +48,7 @@ class Cluster:
         self._made = None
         if folder is None:
             folder = self._made = Path(tempfile.mkdtemp(prefix="rally-etcd-", dir=MEMORY if MEMORY.is_dir() else None))
-        self._board = _Board(members if cuttable else 0)
+        self._board = Board(members if cuttable else 0)
         self.cuttable = cuttable
         try:
             self.local = _Watched(self._tell, folder, flags=fast_flags(), dialled_ports=self._board.ports)
@@ -61,7 +60,7 @@ class Cluster:
             self.close()
             raise
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Member]:
         return iter(self.local.members)
 
     def __enter__(self) -> Cluster:
@@ -146,7 +145,7 @@ class _Watched(LocalCluster):
         self._tell(record.members)
 
 
-class _Board:
+class Board:
     """The switchboard of one cluster."""
 
     def __init__(self, ports: int) -> None:
@@ -156,14 +155,15 @@ class _Board:
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the tests
         )
-        self._owner = os.getpid()
+        self._lock = threading.Lock()  # threads of a test may kill and start members
         self.ports: list[int] = json.loads(self._hear())
 
     def tell(self, **state: object) -> None:
         assert self._child.stdin is not None
-        self._child.stdin.write(json.dumps(state).encode() + b"\n")
-        self._child.stdin.flush()
-        assert self._hear() == b"ok\n"
+        with self._lock:
+            self._child.stdin.write(json.dumps(state).encode() + b"\n")
+            self._child.stdin.flush()
+            assert self._hear() == b"ok\n", "the switchboard has ended"
 
     def close(self) -> None:
         self._child.stdin.close()

@@ -36,6 +36,7 @@ class Switchboard:
         self._cut: set[int] = set()
         self._ports: list[int] = []
         self._pairs: dict[Pair, tuple[int, int]] = {}
+        self._handles: dict[int, int] = {}  # by pid; a number may be given again, a descriptor is of one process
 
     async def listen(self, count: int) -> list[int]:
         """Open the ports for so many members."""
@@ -47,16 +48,20 @@ class Switchboard:
     def change(self, members: list[list[int] | None], cut: list[int]) -> None:
         """Take a new state, and end the connections that it does not allow."""
         self._members, self._cut = members, set(cut)
+        for pid in {member[0] for member in members if member} - set(self._handles):
+            with contextlib.suppress(OSError):
+                self._handles[pid] = os.pidfd_open(pid)
+        for pid in set(self._handles) - {member[0] for member in members if member}:
+            os.close(self._handles.pop(pid))
         for pair, (target, port) in list(self._pairs.items()):
             if not self._allowed(target, port):
                 _abort(pair)
 
     def end_members(self) -> None:
         """Kill them all."""
-        for member in self._members:
-            if member is not None:
-                with contextlib.suppress(OSError):
-                    os.kill(member[0], signal.SIGKILL)
+        for handle in self._handles.values():
+            with contextlib.suppress(OSError):
+                signal.pidfd_send_signal(handle, signal.SIGKILL)
 
     def _allowed(self, target: int, port: int) -> bool:
         if not self._cut:

@@ -31,6 +31,7 @@ COMMANDS = {
     "barrier": "Wait until all members have come.",
     "exchange": "Give data, and print what all ranks gave.",
     "lock": "Run a command while holding a lock.",
+    "etcd": "Run a small etcd cluster on this machine, for trying.",
 }
 """Every command and what `--help` says of it, so that help imports none of them."""
 
