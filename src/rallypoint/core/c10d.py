@@ -6,7 +6,7 @@ error reply: a bad message raises `BadMessage`, on which the host closes that co
 
 `Conversation` is the server's end of one connection. Its `receive` takes what came, in pieces of any size, and returns
 what to send. Messages that arrived whole and are of the four common shapes take a short path; everything else is
-collected field by field in a `_Partial`, so that no byte is looked at twice, however slowly it comes. Nothing of a
+collected field by field in a `Partial`, so that no byte is looked at twice, however slowly it comes. Nothing of a
 message takes effect before all of it is there.
 
 The client's end needs no state: `encode` makes a request, and the caller knows what answer it asked for.
@@ -26,7 +26,7 @@ from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
 from rallypoint.core.records import Answer, Turn, Waiter, Watch
 from rallypoint.errors import StoreError
 
-__all__ = ["BadMessage", "Conversation", "Op", "MAGIC", "encode", "hello"]
+__all__ = ["BadMessage", "Conversation", "Op", "Partial", "MAGIC", "encode", "hello"]
 
 MAGIC = 0x3C85F7CE
 """What a client says first, so that a stray caller is told apart."""
@@ -103,7 +103,7 @@ def hello(nonce: int) -> bytes:
     return encode(Op.VALIDATE, MAGIC) + encode(Op.PING, nonce)
 
 
-class _Partial:
+class Partial:
     """One message, collected field by field as its bytes come."""
 
     __slots__ = ("_buffer", "_kinds", "_limit", "_need", "_repeat", "_total", "fields", "op")
@@ -182,7 +182,7 @@ class Conversation:
         self._engine = engine
         self._limit = limit
         self.greeted = False
-        self._partial: _Partial | None = None
+        self._partial: Partial | None = None
         self._rest = b""
         self._owed = 0
         self._waiter: Waiter | None = None
@@ -276,7 +276,7 @@ class Conversation:
     def _collect(self, data: bytes, at: int, replies: list[bytes]) -> int:
         """Add bytes to the message under way, and carry it out when it is whole; return where they end."""
         if self._partial is None:
-            self._partial = _Partial(data[at], self._limit)
+            self._partial = Partial(data[at], self._limit)
             at += 1
             if (self._partial.op == Op.VALIDATE) == self.greeted:
                 raise BadMessage("a second greeting" if self.greeted else "no greeting")

@@ -20,7 +20,7 @@ from rallypoint.core.native import GARBLED, Frames, Hello, Status, Welcome, fram
 from rallypoint.core.objects import Objects
 from rallypoint.core.session import Session, decode_request
 
-__all__ = ["Caller", "Sessions"]
+__all__ = ["Caller", "Sessions", "misunderstood"]
 
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
@@ -169,7 +169,7 @@ class Caller:
         try:
             request = decode_request(payload)
         except GARBLED as error:
-            return _misunderstood(payload, error)
+            return misunderstood(payload, error)
         if session.late and session.overdue and request.__class__ is not native.Confirm:
             raise BadMessage(session.overdue)
         return session.request(request, now)
@@ -183,7 +183,7 @@ class Caller:
         return reply
 
 
-def _misunderstood(payload: bytes, error: Exception) -> bytes:
+def misunderstood(payload: bytes, error: Exception) -> bytes:
     """Refuse a request that makes no sense here, if it has a number; without one there is nobody to answer."""
     number = _number_in(payload)
     if not number:

@@ -9,12 +9,10 @@ what all hold. One that reads nothing at all is cut by the kernel (`net.keep_ali
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
-from rallypoint.core.c10d import BadMessage, Conversation
-from rallypoint.core.caller import Caller
+from rallypoint.core.c10d import BadMessage
 from rallypoint.core.ledger import Split
 from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.core.records import show
@@ -23,6 +21,15 @@ if TYPE_CHECKING:
     from rallypoint.server.house import House
 
 __all__ = ["Connection", "Face"]
+
+
+_SPEAKS = {
+    "NoneType": "nothing yet",
+    "Caller": "rallypoint",
+    "GatewayCaller": "rallypoint",
+    "Conversation": "torch",
+    "GatewayConversation": "torch",
+}
 
 
 class Face(Protocol):
@@ -50,11 +57,14 @@ class Face(Protocol):
 class Connection(asyncio.Protocol):
     """The server's side of one socket."""
 
-    __slots__ = ("_early", "_held", "_house", "_paused", "_shared", "_transport", "face")
+    __slots__ = ("_early", "_held", "_house", "_shared", "_stalled", "_transport", "face", "paused")
 
     def __init__(self, house: House) -> None:
         self._house = house
-        self._paused = False
+        self.paused = False
+        """Whether the peer has to read before more is written for it."""
+
+        self._stalled = False
         self._held = 0
         self._shared = 0  # of what was written since the transport was last able to keep up, what others get too
         self._early = b""
@@ -97,13 +107,13 @@ class Connection(asyncio.Protocol):
             house.tick()
 
     def pause_writing(self) -> None:
-        self._paused = True
+        self.paused = True
         self._transport.pause_reading()
         if self.face is not None:
             self._hold(self.face.held + self._unsent())
 
     def resume_writing(self) -> None:
-        self._paused = False
+        self.paused = False
         self._shared = 0
         self._go_on()
 
@@ -114,10 +124,32 @@ class Connection(asyncio.Protocol):
         if isinstance(data, Split):
             self._shared += len(data.body.data)  # first, for the transport may call pause_writing
             self._transport.writelines((data.head, data.body.data))
-            if not self._paused:  # it keeps up
+            if not self.paused:  # it keeps up
                 self._shared = 0
         else:
             self._transport.write(data)
+
+    @property
+    def closing(self) -> bool:
+        """Whether what is sent now reaches nobody."""
+        return self._transport.is_closing()
+
+    def stall(self) -> None:
+        """Read no more, for as much has come as can be dealt with, until `read_on`."""
+        if not self._stalled:
+            self._stalled = True
+            self._transport.pause_reading()
+
+    def read_on(self) -> None:
+        """Read again after `stall`."""
+        if self._stalled:
+            self._stalled = False
+            self._go_on()
+
+    def recount(self) -> None:
+        """Count again what is held for the peer, where that changes without anything having come from it."""
+        if self.face is not None and not self._transport.is_closing():
+            self._hold(self.face.held + self._unsent())
 
     def drop(self, why: str) -> None:
         """Close the connection because of what the peer did, and say so in the log."""
@@ -140,24 +172,24 @@ class Connection(asyncio.Protocol):
 
     def describe(self) -> dict[str, Any]:
         """Return who this is, which protocol it speaks, and what it waits for."""
-        speaks = {Caller: "rallypoint", Conversation: "torch", type(None): "nothing yet"}.get(type(self.face), "http")
-        waits_for = self.face.waits_for if isinstance(self.face, Conversation) else ()
+        speaks = _SPEAKS.get(type(self.face).__name__, "http")
+        waits_for: tuple[bytes, ...] = getattr(self.face, "waits_for", ())
         return {"peer": self.who(), "speaks": speaks, "waits_for": [show(key) for key in waits_for[:100]]}
 
     # Inside
 
     def _recognise(self, data: bytes) -> bytes:
         """Find out who calls, if that can be said yet; return what is then for its face."""
-        house, limit = self._house, self._house.settings.max_connection_memory
+        house = self._house
         if data.startswith(PREFACE):
             self._transport.write(ACCEPTED)
-            self.face = Caller(house.sessions, self, limit, secrets.token_bytes(16))
+            self.face = house.native_face(self)
             data = data[len(PREFACE) :]
         elif PREFACE.startswith(data):  # may become ours, or PyTorch's, which begins alike
             self._early = data
             return b""
         elif data[0] == 0:
-            self.face = Conversation(house.engine, limit, self)
+            self.face = house.torch_face(self)
         elif 65 <= data[0] <= 90:
             from rallypoint.server.http import WebFace  # only when somebody looks
 
@@ -173,7 +205,7 @@ class Connection(asyncio.Protocol):
         self._hold(face.held + self._unsent())
         if face.blocked:
             self._transport.pause_reading()
-            if not self._paused:
+            if not self.paused:
                 asyncio.get_running_loop().call_soon(self._go_on)
 
     def _unsent(self) -> int:
@@ -182,14 +214,14 @@ class Connection(asyncio.Protocol):
 
     def _go_on(self) -> None:
         """After answers were sent: carry out what waited for that, then read on."""
-        if self._paused or self.face is None or self._transport.is_closing():
+        if self.paused or self.face is None or self._transport.is_closing():
             return
         blocked = self.face.blocked
         if blocked:
             self.data_received(b"")
         if self.face is not None and not self.face.blocked:
             self._hold(self.face.held)
-            if not self._paused:
+            if not self.paused and not self._stalled:
                 self._transport.resume_reading()
 
     def _hold(self, amount: int) -> None:

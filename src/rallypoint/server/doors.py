@@ -70,7 +70,7 @@ class Doors:
         hosts = [sock.getsockname()[0] for sock in self._house.sockets]
         sockets = net.listen(hosts, 0)
         self.close(name)
-        behind = type(self._house)(self._house.settings, self._house)
+        behind = self._house.behind(name, scope)
         opening = asyncio.get_running_loop().create_task(behind.open(sockets))
         port = int(sockets[0].getsockname()[1])
         self._doors[name] = _Door(scope, port, len(sockets), behind, opening)
@@ -102,7 +102,7 @@ class Doors:
                 "round": door.scope,
                 "port": door.port,
                 "connections": door.house.connections,
-                "keys": door.house.engine.statistics().keys,
+                **{name: count for name, count in door.house.holdings().items() if name == "keys"},
             }
             for name, door in self._doors.items()
         }

@@ -20,14 +20,14 @@ from typing import Any
 
 from rallypoint import net
 from rallypoint.core.c10d import Conversation
-from rallypoint.core.caller import Sessions
+from rallypoint.core.caller import Caller, Sessions
 from rallypoint.core.engine import Engine
 from rallypoint.core.ledger import Ledger, Split
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import show
 from rallypoint.core.session import Session
-from rallypoint.server.connection import Connection
+from rallypoint.server.connection import Connection, Face
 from rallypoint.server.doors import Doors
+from rallypoint.server.guests import Guests, describe
 from rallypoint.server.settings import Settings
 
 __all__ = ["House"]
@@ -41,9 +41,6 @@ RESERVE_BYTES = 32 * 1024 * 1024
 """What may be on its way in or out however full the store is: room for a few of the largest values."""
 
 SWEEP_S = 1.0
-SHOWN = 100
-"""How many keys of one client the statistics name."""
-
 LISTED = 10_000
 """How many clients, and how many sessions, the statistics list; the others they count."""
 
@@ -70,7 +67,7 @@ class House:
         self._holders: dict[Connection, None] = {}  # those for whom bytes are held, the longest first
         self._held = 0
         ledger = Ledger(settings.max_connection_memory, max(settings.max_memory // 4, RESERVE_BYTES))
-        self.sessions = Sessions(self.engine, secrets.token_bytes(16), settings.grace_s, ledger)
+        self.sessions: Guests = self.receive_guests(ledger)
         self.sessions.limit = settings.max_sessions
         self._refused = 0
         self._logged = (0, 0)  # how many connections and sessions were refused when that was last logged
@@ -122,27 +119,57 @@ class House:
 
         Of each, so many are listed, and `more_clients` and `more_sessions` count the rest.
         """
-        engine = self.engine.statistics()
         return {
             **self.about(),
             "uptime_s": round(time.monotonic() - self.started_at, 1),
             "connections": len(self._connections),
             "refused_connections": self._refused,
             "refused_sessions": self.sessions.refused,
+            **self.holdings(),
+            "doors": self.doors.statistics(),
+            "bytes": self.engine.size + self._held + self.sessions.ledger.kept,
+            "max_bytes": self.settings.max_memory,
+            "more_clients": max(0, len(self._connections) - listed),
+            "more_sessions": max(0, len(self.sessions) - listed),
+            "clients": [connection.describe() for connection in islice(self._connections, listed)],
+            "sessions": [describe(session) for session in islice(self.sessions, listed)],
+        }
+
+    # What is other where the state is in etcd (`server/gateway.py`)
+
+    def receive_guests(self, ledger: Ledger) -> Guests:
+        """Return the sessions, none at first."""
+        return Sessions(self.engine, secrets.token_bytes(16), self.settings.grace_s, ledger)
+
+    def torch_face(self, connection: Connection) -> Face:
+        """Return our end of PyTorch's protocol."""
+        return Conversation(self.engine, self.settings.max_connection_memory, connection)
+
+    def native_face(self, connection: Connection) -> Face:
+        """Return our end of our own protocol."""
+        assert isinstance(self.sessions, Sessions)
+        return Caller(self.sessions, connection, self.settings.max_connection_memory, secrets.token_bytes(16))
+
+    def behind(self, name: str, scope: int) -> House:
+        """Return what is to be behind the door of a run's round."""
+        return House(self.settings, self)
+
+    def sweep_turns(self) -> None:
+        """Take back the turns that nobody used."""
+        self.engine.sweep_turns()
+
+    def holdings(self) -> dict[str, Any]:
+        """Return what is stored, in numbers."""
+        assert isinstance(self.sessions, Sessions)
+        engine = self.engine.statistics()
+        return {
             "keys": engine.keys,
             "queues": engine.queues,
             "waiting": engine.waiters,
             "watches": engine.watches,
             "leased_keys": engine.leased_keys,
             "objects": self.sessions.objects.statistics(),
-            "doors": self.doors.statistics(),
-            "bytes": engine.size + self._held + self.sessions.ledger.kept,
-            "max_bytes": self.settings.max_memory,
             "revision": engine.revision,
-            "more_clients": max(0, len(self._connections) - listed),
-            "more_sessions": max(0, len(self.sessions) - listed),
-            "clients": [connection.describe() for connection in islice(self._connections, listed)],
-            "sessions": [_describe(session) for session in islice(self.sessions, listed)],
         }
 
     # What connections call
@@ -236,7 +263,7 @@ class House:
             del self._newcomers[connection]
             if not connection.greeted():
                 connection.drop(f"did not say who calls within {self.settings.greeting_s:g} s")
-        self.engine.sweep_turns()
+        self.sweep_turns()
         self.tick()
         self._log_refusals()
 
@@ -258,12 +285,3 @@ class House:
             advice = "allow more with --max-sessions"
             log.warning("refused %d sessions: %d is the limit; %s", now[1] - before[1], self.sessions.limit, advice)
         self._logged = now
-
-
-def _describe(session: Session) -> dict[str, Any]:
-    return {
-        "name": session.name,
-        "here": session.link is not None,
-        "waits_for": [show(key) for key in session.waits_for[:SHOWN]],
-        "leases": [show(key) for key in session.leases[:SHOWN]],
-    }
