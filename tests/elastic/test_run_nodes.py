@@ -178,6 +178,31 @@ def test_a_failure_that_came_of_the_loss_of_a_node_does_not_end_the_run(place: P
     assert b.end() == 0
 
 
+@pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
+def test_a_failure_that_came_of_the_loss_of_a_node_uses_no_restart(place: Place, name: str) -> None:
+    code = """
+    import socket, rallypoint
+    with socket.create_server(("localhost", 0)) as listener:
+        ports = rallypoint.worker().all_gather(str(listener.getsockname()[1]).encode())
+        if world == 3 and rank > 0:
+            peer = socket.create_connection(("localhost", int(ports[0])))
+            say("up", rank, world, restarts, os.getpid())
+            peer.recv(1)
+            raise ConnectionError("my peer is gone")
+        stay()
+    """
+    words = ["--rdzv-conf=last_call_timeout=60", "--max-restarts=1", place.script(code)]
+    nodes = [place.node(each, *words, nodes="2:3") for each in "abc"]
+    ranks = {node.until(r"^up (\d) 3 0 ")[0][1]: node for node in nodes}
+    ranks.pop("0").signal(name)
+    pids = [int(node.until(r"^up \d 2 0 (\d+)")[0][1]) for node in ranks.values()]
+    os.kill(pids[0], signal.SIGKILL)  # this failure is the worker's own
+    for node in ranks.values():
+        node.until(r"^up \d 2 1 ")
+        node.signal("SIGUSR1")
+    assert ends(*ranks.values()) == [0, 0]
+
+
 def test_a_spare_waits_and_is_told_of_the_end(place: Place) -> None:
     script = place.script(STAY)
     a = place.node("a", script, nodes="1")

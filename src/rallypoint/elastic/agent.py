@@ -160,6 +160,8 @@ class Agent:
         elif act == Act.REJOIN:
             if self._failures:
                 self._board.tell()
+                if self._board.cause() in self._failures:
+                    self._meeting.suspect()
             self._stop()
             self._pause(decision.after_s)
             return True, None

@@ -3,23 +3,27 @@
     run:RUN/restarts      how many restarts the job has used
     run:RUN/failure       the failure that ended the run
     run:RUN/news          changes when there is something to look at: every agent watches it
+    run:RUN/agent:NODE    leased: it is there while the agent of that node lives, and has not left
     round:RUN:SCOPE/failure       the failure of which all stop, by compare-and-set: the first one counts
     round:RUN:SCOPE/done:NODE     the workers of that node have succeeded
 
 The news are for what the rendezvous cannot tell in time. A node whose worker failed comes again only when its other
 workers have ended, which may take as long as their grace; the other nodes are to stop theirs meanwhile.
+
+Rejected: to let a failure that is older by its own node's clock take the place of the one that came first. Its age says
+when its agent saw it, which is what was late; when the other came, the store does not tell; and all have acted on it.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rallypoint.elastic.failure import Failure
 from rallypoint.errors import RallypointError, StoreTimeout
-from rallypoint.store.base import Store
+from rallypoint.store.base import Lease, Store
 
 __all__ = ["Board"]
 
@@ -32,15 +36,26 @@ class Board:
         self._run = f"run:{run_id}/"
         self._ring = ring
         self._round: Any = None
+        self._presence: Lease | None = None
         self.news = False
         """Whether there is something to look at; whoever looks says False first."""
 
         watch = store.watch(f"{self._run}news")
         threading.Thread(target=self._listen, args=(watch,), name="news of a run", daemon=True).start()
 
-    def enter(self, store: Any) -> None:
-        """Take the store of another round."""
+    def enter(self, store: Any, node: str) -> None:
+        """Take the store of another round, in which this node goes by that name."""
         self._round = store
+        self._presence = self._store.lease(f"{self._run}agent:{node}", "")
+
+    def leave(self) -> None:
+        """Be here no more."""
+        if self._presence is not None:
+            self._presence.release()
+
+    def gone(self, nodes: Iterable[str]) -> list[str]:
+        """Return those of the nodes whose agents have died or left."""
+        return sorted(node for node in nodes if not self._store.check([f"{self._run}agent:{node}"]))
 
     def tell(self) -> None:
         """Have all agents look."""

@@ -41,6 +41,7 @@ class Meeting:
         self._events = events
         self._bell = bell
         self._members: list[str] = []
+        self._suspects: set[str] = set()
         self._round: Round | None = None
         self._store, host = self._open(stack)
         stack.callback(self._store.close)
@@ -66,8 +67,9 @@ class Meeting:
         while True:
             with self._bell.interrupting(), self._events.status(self._why):
                 now = self._round = self.rendezvous.join(self._job.join_timeout_s)
-                self.board.enter(now.store)
+                self.board.enter(now.store, self.rendezvous.node)
                 self._events.node = self.rendezvous.node
+                self._forgive()
                 try:
                     told = gather(now, self.rendezvous.node, self._job.workers, self.rendezvous.changed.is_set, READ_S)
                     port = home.open_door(*self._server, self._job.run_id, now.scope, READ_S)
@@ -95,6 +97,18 @@ class Meeting:
         status = status or self.rendezvous.status()
         return Standing(self._members, list(status.nodes), status.waiting, self.board.done())
 
+    def suspect(self) -> None:
+        """Note who may be why a worker of this node failed, which has used a restart: any that turns out to be gone."""
+        self._suspects = set(self._members).difference(self.board.done())
+
+    def _forgive(self) -> None:
+        """Give back a restart that a loss has cost; the others count restarts when they have heard from this node."""
+        gone, self._suspects = self.board.gone(self._suspects), set()
+        if gone:
+            self.board.refund()
+            words = f"the failure uses no restart: {', '.join(gone)} went in the same round"
+            self._events.say("refund", words, nodes=gone)
+
     def close(self, result: str, reason: str) -> None:
         """End the run for everybody, unless somebody has."""
         self.rendezvous.close(result, reason)
@@ -114,6 +128,7 @@ class Meeting:
 
     def _leave(self) -> None:
         with contextlib.suppress(RallypointError):
+            self.board.leave()
             if self.rendezvous.leave() and self._round is not None:
                 home.close_door(*self._server, self._job.run_id, READ_S, self._round.scope)
                 self.board.clear()
