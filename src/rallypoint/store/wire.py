@@ -451,7 +451,6 @@ class Wire:
             with self._lock:
                 replies = self._core.receive(data)
                 for reply in replies:
-                    self._mended = 0
                     self._deliver(reply)
             if replies and not replies[-1].number:
                 self._confirm()
@@ -476,6 +475,7 @@ class Wire:
     def _deliver(self, reply: Reply) -> None:
         if not self._core.expects(reply):
             return
+        self._mended = 0
         if reply.number:
             slot = self._slots.get(reply.number)
             if slot is not None:
