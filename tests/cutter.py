@@ -26,6 +26,7 @@ class Cutter:
         self._left: dict[str, int | None] = {UP: None, DOWN: None}
         self.passed = {UP: 0, DOWN: 0}
         self.refusing = False
+        self._stopped = False
         self.cut = threading.Event()
         self.connections = 0
         threading.Thread(target=self._accept, daemon=True).start()
@@ -34,7 +35,15 @@ class Cutter:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Cut every connection, and refuse new ones as the kernel of a process that was killed does."""
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else it listens on for as long as a thread waits in accept
         self._listener.close()
+        with self._lock:
+            self._stopped = True
         self.cut_all()
 
     def arm(self, way: str, after: int) -> None:
@@ -84,6 +93,10 @@ class Cutter:
             pair = (client, server)
             with self._lock:
                 self._pairs.add(pair)
+                stopped = self._stopped
+            if stopped:  # it came just before
+                self.cut_all()
+                return
             threading.Thread(target=self._pump, args=(UP, client, server, pair), daemon=True).start()
             threading.Thread(target=self._pump, args=(DOWN, server, client, pair), daemon=True).start()
 

@@ -14,14 +14,14 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.cutter import UP, Cutter
+from tests.cutter import DOWN, UP, Cutter
 
 import rallypoint
 from rallypoint import aio
 from rallypoint.aio import AsyncStore
 from rallypoint.core.native import ACCEPTED, PREFACE, Status, Welcome, frame
 from rallypoint.deadline import Deadline
-from rallypoint.store import wire
+from rallypoint.store import route, wire
 
 DEADLINE_S = 60
 
@@ -390,6 +390,115 @@ def test_a_restarted_server_is_told_apart() -> None:
                     assert isinstance(end, rallypoint.ServerRestarted)
 
     run(main())
+
+
+# Several addresses
+
+
+@asynccontextmanager
+async def through(ways: list[Cutter]) -> AsyncIterator[AsyncStore]:
+    """A store that has two addresses; at its end nobody is left waiting."""
+    addresses = ",".join(f"127.0.0.1:{way.port}" for way in ways)
+    async with await aio.connect(f"tcp://{addresses}", timeout=DEADLINE_S) as store:
+        yield store
+
+
+def at(store: AsyncStore) -> int:
+    return store._session._route.at.port
+
+
+def two_ways(main: Callable[[list[Cutter]], Coroutine[Any, Any, None]], grace: float = DEADLINE_S) -> None:
+    """Run a scenario with two ways to one server."""
+    with rallypoint.Server(grace=grace) as server, Cutter(server.port) as one, Cutter(server.port) as other:
+        run(main([one, other]))
+
+
+@pytest.mark.parametrize("way", [UP, DOWN])
+def test_another_address_goes_on_at_every_byte(way: str) -> None:
+    async def main(ways: list[Cutter]) -> None:
+        async with through(ways) as store:
+            here, there = ways
+            before = here.passed[way]
+            assert await store.add("n", 1) == 1
+            size = here.passed[way] - before
+            for after in range(size + 1):
+                there.refusing, here.refusing = False, True
+                here.arm(way, after)
+                assert await store.add("n", 1) == 2 + after, f"cut after {after} bytes {way}"
+                here.disarm()
+                if at(store) != here.port:
+                    here, there = there, here
+            assert min(each.connections for each in ways) > (size - 5) / 2, "it really went to and fro"
+
+    two_ways(main)
+
+
+def test_everything_goes_on_at_another_address() -> None:
+    async def main(ways: list[Cutter]) -> None:
+        async with through(ways) as store, aclosing(store.watch("w")) as changes:
+            await store.lease("leased", "v")
+            late = asyncio.ensure_future(store.get("late"))
+            change = asyncio.ensure_future(anext(changes))
+            assert await store.add("n", 1) == 1
+            ways[0].stop()
+            await until(lambda: at(store) == ways[1].port, "it has come to the other")
+            await store.multi_set(["late", "w1"], ["v", "v"])
+            assert (await late, (await change).key, await store.get("leased")) == (b"v", "w1", b"v")
+
+    two_ways(main)
+
+
+def test_one_that_is_silent_and_one_that_refuses_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(ways: list[Cutter]) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as silent:
+            ways[0].redirect(silent.getsockname()[1])
+            async with through(ways) as store:
+                assert at(store) == ways[1].port
+            ways[0].stop()
+            async with through(ways) as store:
+                assert at(store) == ways[1].port
+                assert await store.add("n", 1) == 1
+
+    monkeypatch.setattr(route, "PATIENCE_S", (0.2, 30.0))
+    two_ways(main)
+
+
+def test_an_address_that_is_no_host_name_is_passed_over() -> None:
+    async def main(ways: list[Cutter]) -> None:
+        for url in (f"tcp://{'x' * 64}.y,127.0.0.1:{ways[0].port}", f"tcp://127.0.0.1:{ways[0].port},{'x' * 64}.y"):
+            async with await aio.connect(url, timeout=DEADLINE_S) as store:
+                ways[0].cut_all()
+                assert await store.add("n", 1) > 0
+
+    two_ways(main)
+
+
+def test_when_every_address_is_gone_the_error_names_them() -> None:
+    async def main(ways: list[Cutter]) -> None:
+        async with through(ways) as store:
+            for way in ways:
+                way.stop()
+            with pytest.raises(rallypoint.SessionLost) as caught:
+                await store.get("k")
+            assert caught.value.peer == f"127.0.0.1:{ways[0].port},127.0.0.1:{ways[1].port}"
+        with pytest.raises(rallypoint.ConnectFailed) as failed:
+            await aio.connect(f"tcp://{caught.value.peer}", timeout=0.2)
+        assert failed.value.peer == caught.value.peer
+        assert sorted(failed.value.tried) == sorted(caught.value.peer.split(","))
+
+    two_ways(main, grace=0.3)
+
+
+def test_a_server_of_another_store_is_refused() -> None:
+    async def main(ways: list[Cutter]) -> None:
+        with rallypoint.Server() as stranger:
+            ways[1].redirect(stranger.port)
+            async with through(ways) as store:
+                ways[0].stop()
+                with pytest.raises(rallypoint.ServerRestarted, match=rf":{ways[1].port} \(one of "):
+                    await store.get("k")
+
+    two_ways(main)
 
 
 # The end

@@ -196,6 +196,25 @@ def test_a_random_payload_does_not_harm_the_client(payload: bytes) -> None:
     assert client.repeat() == frame(native.Set(number, b"/k", b"v"))
 
 
+def welcomed(client: Client, server: bytes, *said: object) -> float:
+    return client.welcome(Reply(0, Status.OK, [native.VERSION, server, b"session", 2.0, False, *said]), "a:1")
+
+
+def test_a_server_that_does_not_say_so_hosts_objects() -> None:
+    client = Client("test")
+    for said, hosts in (((), True), ((True,), True), ((False,), False)):
+        welcomed(client, b"server", *said)
+        assert client.hosts_objects is hosts
+
+
+def test_a_client_takes_only_the_server_that_it_was_told_of() -> None:
+    client = Client("test", b"server")
+    with pytest.raises(ServerRestarted, match="its identity is another"):
+        welcomed(client, b"stranger")
+    assert client.greet() == Client("test").greet(), "it has no session there"
+    assert welcomed(client, b"server") == 2.0
+
+
 DEEP, BAD_TEXT = b"\x91" * 100_000, b"\xa2\xff\xff"
 
 

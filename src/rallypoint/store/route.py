@@ -24,6 +24,9 @@ __all__ = ["NO_GATEWAY", "Route", "Search"]
 PATIENCE_S = (1.0, 30.0)
 """How long one of several addresses may be silent at most: in the first round, and after doubling each round."""
 
+LEAST_S = 0.1
+"""What each of them gets, however little time is left."""
+
 PAUSE_S = (0.01, 0.5)
 """How long to wait between rounds, likewise."""
 
@@ -93,7 +96,7 @@ class Search:
                 yield endpoint, self._deadline
             elif endpoint not in self._failed or not self._deadline.expired():
                 share_s = self._deadline.remaining() / (len(addresses) - index)
-                yield endpoint, Deadline(min(share_s, self._patience_s))
+                yield endpoint, Deadline(max(min(share_s, self._patience_s), LEAST_S))
 
     def failed(self, endpoint: net.Endpoint, why: str | Mapping[str, str], useless: bool = False) -> None:
         """Note what happened at an address, and whether it answered that it is of no use."""

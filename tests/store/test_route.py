@@ -1,0 +1,106 @@
+"""In which order several addresses are tried, for how long each, and when there is no further round."""
+
+from __future__ import annotations
+
+import pytest
+
+from rallypoint.deadline import Deadline
+from rallypoint.errors import ConnectFailed
+from rallypoint.net import Endpoint, Endpoints
+from rallypoint.store.route import LEAST_S, PATIENCE_S, PAUSE_S, Route, Search
+
+A, B, C = (Endpoint(name, 1) for name in "abc")
+
+
+def route(*endpoints: Endpoint) -> Route:
+    return Route(Endpoints(endpoints))
+
+
+def tried(search: Search, useless: tuple[Endpoint, ...] = ()) -> list[Endpoint]:
+    """Fail at every address of a round, and return them."""
+    found = []
+    for endpoint, _ in search.round():
+        search.failed(endpoint, "refused", endpoint in useless)
+        found.append(endpoint)
+    return found
+
+
+def test_the_one_where_we_were_is_first() -> None:
+    three = route(A, B, C)
+    assert three.order() == [A, B, C]
+    three.arrived(B, b"id")
+    assert tried(Search(three, Deadline(60))) == [B, C, A]
+    three.leave()
+    assert three.order() == [C, A, B]
+    three.leave()
+    assert three.order() == [A, B, C]
+
+
+def test_one_has_nowhere_else_to_go_and_may_come_back_as_another() -> None:
+    one = route(A)
+    one.arrived(A, b"id")
+    one.leave()
+    assert (one.order(), one.identity, one.peer(A)) == ([A], b"", "a:1")
+
+
+def test_a_copy_begins_where_we_are_and_goes_its_own_way() -> None:
+    two = route(A, B)
+    two.arrived(B, b"id")
+    copy = two.copy()
+    two.leave()
+    assert (copy.at, copy.identity, copy.peer(A)) == (B, b"id", "a:1 (one of a:1,b:1)")
+
+
+def test_a_port_that_nobody_can_have_is_refused_wherever_it_stands() -> None:
+    with pytest.raises(ValueError, match="1 to 65535, not 0"):
+        route(A, Endpoint("b", 0))
+
+
+def test_one_address_has_all_the_time() -> None:
+    deadline = Deadline(60)
+    assert list(Search(route(A), deadline).round()) == [(A, deadline)]
+
+
+def test_each_of_several_has_a_moment_that_doubles() -> None:
+    search = Search(route(A, B), Deadline(1e6))
+    moments = []
+    for _ in range(8):
+        moments += [turn.timeout_s for _, turn in search.round()]
+        assert PAUSE_S[0] <= search.pause_s() <= PAUSE_S[1]
+    assert moments == [moment for doubled in (1, 2, 4, 8, 16, 30, 30, 30) for moment in (doubled, doubled)]
+    assert moments[0] == PATIENCE_S[0]
+
+
+def test_a_short_time_is_shared() -> None:
+    shares = [turn.timeout_s for _, turn in Search(route(A, B, C), Deadline(0.9)).round()]
+    assert shares[0] <= 0.3
+    assert [turn.timeout_s for _, turn in Search(route(A, B), Deadline(0)).round()] == [LEAST_S] * 2
+
+
+def test_when_time_is_up_each_was_tried_once() -> None:
+    search = Search(route(A, B), Deadline(0))
+    assert tried(search) == [A, B]
+    assert tried(search) == []
+    with pytest.raises(ConnectFailed) as caught:
+        search.pause_s()
+    assert (caught.value.peer, caught.value.tried) == ("a:1,b:1", {"a:1": "refused", "b:1": "refused"})
+
+
+def test_there_is_no_other_round_when_all_are_of_no_use() -> None:
+    search = Search(route(A, B), Deadline(60))
+    for _ in range(3):
+        assert tried(search, useless=(A,)) == [A, B]
+        search.pause_s()
+    tried(search, useless=(A, B))
+    with pytest.raises(ConnectFailed):
+        search.pause_s()
+
+
+def test_what_is_said_of_an_address_is_what_happened_last() -> None:
+    search = Search(route(A, B), Deadline(0))
+    search.failed(A, {"a": "the name cannot be resolved"})
+    search.failed(B, "no answer")
+    search.failed(A, {"10.0.0.1:1": "refused", "10.0.0.2:1": "no answer"})
+    with pytest.raises(ConnectFailed) as caught:
+        search.pause_s()
+    assert caught.value.tried == {"10.0.0.1:1": "refused", "10.0.0.2:1": "no answer", "b:1": "no answer"}
