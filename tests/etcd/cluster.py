@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import json
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -45,10 +44,11 @@ class Cluster:
     """
 
     def __init__(self, folder: Path | None = None, members: int = 3, cuttable: bool = False) -> None:
-        self._made = None
+        made = []
         if folder is None:
-            folder = self._made = Path(tempfile.mkdtemp(prefix="rally-etcd-", dir=MEMORY if MEMORY.is_dir() else None))
-        self._board = Board(members if cuttable else 0)
+            folder = Path(tempfile.mkdtemp(prefix="rally-etcd-", dir=MEMORY if MEMORY.is_dir() else None))
+            made = [folder]
+        self._board = Board(members if cuttable else 0, *made)
         self.cuttable = cuttable
         try:
             self.local = _Watched(self._tell, folder, flags=fast_flags(), dialled_ports=self._board.ports)
@@ -73,8 +73,6 @@ class Cluster:
         """End every member, and forget its data."""
         self._board.close()
         self.local.down(purge=True)
-        if self._made is not None:
-            shutil.rmtree(self._made, ignore_errors=True)
 
     def kill(self, index: int) -> None:
         """Kill a member, and wait until it has ended."""
@@ -148,9 +146,9 @@ class _Watched(LocalCluster):
 class Board:
     """The switchboard of one cluster."""
 
-    def __init__(self, ports: int) -> None:
+    def __init__(self, ports: int, *removed: Path) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-I", Path(__file__).with_name("switchboard.py"), str(ports)],
+            [sys.executable, "-I", Path(__file__).with_name("switchboard.py"), str(ports), *removed],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the tests

@@ -1,7 +1,8 @@
 """A process beside the tests: it carries what members of etcd say to each other, and ends them when the tests are gone.
 
-It listens on as many ports as it is told; members dial those instead of each other. Its input is a line of JSON for
-each change, the whole state each time, and it says "ok" when that holds:
+It listens on as many ports as it is told; members dial those instead of each other. Folders that are named after that
+number are removed at the end. Its input is a line of JSON for each change, the whole state each time, and it says "ok"
+when that holds:
 
     {"members": [[pid, peer port] or null, ...], "cut": [0]}
 
@@ -17,6 +18,8 @@ import asyncio
 import contextlib
 import json
 import os
+import select
+import shutil
 import signal
 import socket
 import struct
@@ -24,7 +27,7 @@ import sys
 from typing import Any
 
 SOCK_DIAG, BY_FAMILY, REQUEST = 4, 20, 1  # linux/netlink.h, linux/sock_diag.h
-
+END_S = 10.0
 Pair = tuple[asyncio.StreamWriter, asyncio.StreamWriter]
 
 
@@ -58,10 +61,12 @@ class Switchboard:
                 _abort(pair)
 
     def end_members(self) -> None:
-        """Kill them all."""
+        """Kill them all, and wait for their end."""
         for handle in self._handles.values():
             with contextlib.suppress(OSError):
                 signal.pidfd_send_signal(handle, signal.SIGKILL)
+        for handle in self._handles.values():
+            select.select([handle], [], [], END_S)
 
     def _allowed(self, target: int, port: int) -> bool:
         if not self._cut:
@@ -149,6 +154,8 @@ async def main() -> None:
             print("ok", flush=True)
     finally:
         board.end_members()
+        for folder in sys.argv[2:]:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(0)  # connections need no farewell
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.etcd.cluster import Cluster
-from tests.wire import AMPLE_S, read_line
+from tests.wire import AMPLE_S, read_line, until
 
 from rallypoint.deadline import Deadline
 from rallypoint.etcd.process import Process
@@ -55,20 +55,21 @@ def test_a_member_that_is_cut_off_stays_so_when_it_is_started_again():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_members_end_with_the_process_that_runs_the_tests(number, tmp_path):
+def test_members_end_with_the_process_that_runs_the_tests(number):
     code = """
-import sys
-from pathlib import Path
+import signal, sys
 from tests.etcd.cluster import Cluster
-with Cluster(Path(sys.argv[1]), members=1) as cluster:
-    print(cluster.local.members[0].pid, flush=True)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # it is ignored in what a shell runs in the background
+with Cluster(members=1) as cluster:
+    print(cluster.local.members[0].pid, cluster.local.folder, flush=True)
     sys.stdin.read()
 """
-    command = [sys.executable, "-c", code, tmp_path / "cluster"]
-    pipe = subprocess.PIPE
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", code]
     with subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL) as child:
-        member = Process.of(int(read_line(child)))
+        pid, folder = read_line(child).split()
+        member = Process.of(int(pid))
         assert member is not None
         child.send_signal(number)
         assert child.wait(AMPLE_S) != 0
     assert member.wait(Deadline(AMPLE_S))
+    until(Path(folder).exists, lambda there: not there)

@@ -119,8 +119,7 @@ class LocalCluster:
         self._check(size, port)
         self.folder.mkdir(parents=True, exist_ok=True)
         with self._locked(deadline):
-            record = self._read()
-            if record is None:
+            if (record := self._read()) is None:
                 return self._create(binary, size or 3, port, deadline)
             self._compare(record, size, port)
             dead = [member for member in record.members if not member.running()]
@@ -131,11 +130,11 @@ class LocalCluster:
 
     def down(self, purge: bool = False, timeout: Timeout = START_S) -> list[str]:
         """End the members that run, and return who that was; `purge` removes their data, logs and cluster.json too."""
+        _reap()
         if not self.folder.is_dir():
             return []
         with self._locked(Deadline(timeout)):
-            record = self._read()
-            if record is None:
+            if (record := self._read()) is None:
                 return []
             ended = self._end(record.members, at_once=purge)
             record.save(self._file)
@@ -150,8 +149,7 @@ class LocalCluster:
         """Start one member that has ended, and wait until it is healthy; with None, do not wait."""
         deadline = Deadline(START_S if timeout is None else timeout)
         with self._locked(deadline):
-            record = self._read()
-            if record is None:
+            if (record := self._read()) is None:
                 raise self._wrong("there is none")
             member = record.members[index]
             if not member.running():
@@ -161,8 +159,7 @@ class LocalCluster:
 
     def _start(self, record: Record, member: Member, binary: str) -> None:
         """Start the process of a member, and write down who it is."""
-        for child in _children:
-            child.poll()
+        _reap()
         with self._log(member).open("ab") as log:
             log.write(f"{_BEGIN} {member.name}\n".encode())
             log.flush()
@@ -256,8 +253,7 @@ class LocalCluster:
             deadline = Deadline(STOP_S)
             for _, process in running:
                 process.wait(deadline)
-        for child in _children:
-            child.poll()
+        _reap()
         for member in members:
             if not member.running():
                 member.pid = member.born = None
@@ -297,3 +293,8 @@ class LocalCluster:
             return Record.load(self._file)
         except ValueError as error:
             raise self._wrong(f"{error}; end its members by hand, and remove the folder") from None
+
+
+def _reap() -> None:
+    """Take note of the end of our children, so that nothing of them stays."""
+    _children[:] = [child for child in _children if child.poll() is None]
