@@ -35,12 +35,14 @@ from rallypoint.errors import (
     ConnectionLost,
     CorruptFile,
     Disagreement,
+    EtcdRefused,
     LimitExceeded,
     MeetingError,
     MembersLost,
     MembersMissing,
     NameTaken,
     NetworkError,
+    NoQuorum,
     NotAMember,
     NotAnInteger,
     QueueEmpty,
@@ -71,6 +73,7 @@ if TYPE_CHECKING:
     from rallypoint.recipes.group import Group
     from rallypoint.recipes.lock import Lock
     from rallypoint.spawn import Server
+    from rallypoint.store.etcd import EtcdStore
     from rallypoint.store.file import FileStore
 
 __version__ = "0.1.0"
@@ -82,6 +85,7 @@ __all__ = [
     "HashStore",
     "FileStore",
     "TCPStore",
+    "EtcdStore",
     "PrefixStore",
     "Swap",
     "Watch",
@@ -129,6 +133,8 @@ __all__ = [
     "ServerRestarted",
     "AddressTaken",
     "ServerFailed",
+    "NoQuorum",
+    "EtcdRefused",
 ]
 
 
@@ -136,6 +142,7 @@ __all__ = [
 _LAZY = {
     "Server": "rallypoint.spawn",
     "FileStore": "rallypoint.store.file",
+    "EtcdStore": "rallypoint.store.etcd",
     "Barrier": "rallypoint.recipes.barrier",
     "Exchange": "rallypoint.recipes.exchange",
     "Lock": "rallypoint.recipes.lock",

@@ -14,6 +14,7 @@ launcher may send it to another process. `except` clauses choose by whose fault 
     │   ├── Unsupported        also a NotImplementedError: this kind of store cannot do it
     │   ├── StoreClosed        the store was closed by its own side
     │   ├── CorruptFile        a FileStore's file is not one
+    │   ├── EtcdRefused        etcd would not do it: its quota, its limits, a user's rights
     │   └── MeetingError       the members of a barrier, an exchange, a lock or a group do not come together
     │       ├── MembersMissing     also a TimeoutError: not all came in time
     │       ├── MembersLost        one that had come has died
@@ -29,7 +30,8 @@ launcher may send it to another process. `except` clauses choose by whose fault 
         ├── SessionLost        a cut outlasted the grace; leases are gone
         ├── ServerRestarted    another server answers: what was stored is gone
         ├── AddressTaken       the address to listen on belongs to someone else
-        └── ServerFailed       a server child did not come up
+        ├── ServerFailed       a server child did not come up
+        └── NoQuorum           no majority of an etcd cluster answers; also a TimeoutError
 
 Misuse (a wrong type, a bad port number) is a plain `TypeError` or `ValueError`. Names of PyTorch's errors are in
 `rallypoint.compat`. Rejected: error codes; people would match on them as they now match on strings.
@@ -68,6 +70,8 @@ __all__ = [
     "ServerRestarted",
     "AddressTaken",
     "ServerFailed",
+    "NoQuorum",
+    "EtcdRefused",
 ]
 
 _NAMES_SHOWN = 8
@@ -539,5 +543,39 @@ class ServerFailed(NetworkError):
         super().__init__(
             f"the server process {pid} did not come up: {why}; it says more on this process's standard error",
             pid=pid,
+            why=why,
+        )
+
+
+class NoQuorum(NetworkError, TimeoutError):
+    """No majority of an etcd cluster answered in time; `tried` says what each endpoint did."""
+
+    store: str
+    timeout_s: float
+    tried: Mapping[str, str]
+
+    def __init__(self, *, store: str, timeout_s: float, tried: Mapping[str, str]) -> None:
+        each = "; ".join(f"{address}: {why}" for address, why in tried.items())
+        super().__init__(
+            f"{store} did not answer within {timeout_s:g} s ({each}). Whether a change was made is not known. "
+            f"etcd answers while more than half of its members are up and reach each other: see to those",
+            store=store,
+            timeout_s=timeout_s,
+            tried=dict(tried),
+        )
+
+
+class EtcdRefused(StoreError):
+    """etcd understood the request and would not carry it out; nothing was changed."""
+
+    store: str
+    key: str
+    why: str
+
+    def __init__(self, *, store: str, key: str, why: str) -> None:
+        super().__init__(
+            f"{store} refused to work on {_some([key])}: {why}. Look at its quota, its limits and this user's rights",
+            store=store,
+            key=key,
             why=why,
         )

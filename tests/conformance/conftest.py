@@ -27,3 +27,12 @@ def place(kind: Kind, tmp_path: Path) -> Iterator[Place]:
 def store(place: Place) -> Iterator[Store]:
     with place.open() as store:
         yield store
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark what runs on a kind of store that needs an outside part."""
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        for value in callspec.params.values() if callspec else ():
+            if isinstance(value, Kind) and value.needs:
+                item.add_marker(pytest.mark.needs(value.needs))

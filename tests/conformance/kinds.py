@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rallypoint import FileStore, HashStore, PrefixStore, Server, Store, TCPStore
+from tests.etcd.fixtures import etcd_space, shared_cluster
+
+from rallypoint import FileStore, HashStore, PrefixStore, Server, Store, TCPStore, connect
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,8 @@ class Kind:
     shared: bool
     """Whether other processes can open it."""
     prefix: str = ""
+    needs: str = ""
+    """The outside part that it is made of."""
 
     def __str__(self) -> str:
         return f"{self.name}-prefix" if self.prefix else self.name
@@ -66,6 +70,17 @@ def tcp_world(_: Path) -> Iterator[Callable[[], Place]]:
         yield lambda: Place(lambda: TCPStore("127.0.0.1", server.port), server.url)
 
 
+@contextlib.contextmanager
+def etcd_world(_: Path) -> Iterator[Callable[[], Place]]:
+    """One cluster for all tests: every place is another space of it."""
+
+    def fresh() -> Place:
+        url = etcd_space(shared_cluster())
+        return Place(lambda: connect(url), url)
+
+    yield fresh
+
+
 def prefixed(kind: Kind) -> Kind:
     """Return the same kind, seen through a prefix."""
 
@@ -87,6 +102,7 @@ BARE = [
     Kind("hash", hash_world, shared=False),
     Kind("file", file_world, shared=True),
     Kind("tcp", tcp_world, shared=True),
+    Kind("etcd", etcd_world, shared=True, needs="etcd"),
 ]
 KINDS = [*BARE, prefixed(BARE[0])]
 """What most tests run on: a prefix is one and the same view of all kinds."""

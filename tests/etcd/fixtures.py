@@ -6,9 +6,10 @@ that uses one of these is marked needs("etcd").
 
 from __future__ import annotations
 
+import atexit
+import functools
 import itertools
 import os
-from collections.abc import Iterator
 
 import pytest
 from tests.etcd.cluster import Cluster
@@ -16,11 +17,18 @@ from tests.etcd.cluster import Cluster
 _serial = itertools.count(1)
 
 
+@functools.cache
+def shared_cluster() -> Cluster:
+    """Return the cluster of three that all tests of this process share: leave its members alone."""
+    cluster = Cluster()
+    atexit.register(cluster.__exit__)
+    return cluster
+
+
 @pytest.fixture(scope="session")
-def etcd_cluster() -> Iterator[Cluster]:
+def etcd_cluster() -> Cluster:
     """A cluster of three that all tests share: leave its members alone."""
-    with Cluster() as cluster:
-        yield cluster
+    return shared_cluster()
 
 
 @pytest.fixture

@@ -33,7 +33,7 @@ from itertools import count
 from rallypoint.core.records import Answer, Event, Statistics, Swap, TimedOut, Turn, Waiter, Want, Watch, show
 from rallypoint.errors import NotAnInteger, StoreFull
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "number_in"]
 
 ENTRY_BYTES = 120
 """What a key, a queue item or a waited-for key costs beside its own bytes; near enough for a limit."""
@@ -109,7 +109,7 @@ class Engine:
                 self.revision += 1
                 return total
         else:
-            total = _number(key, value) + amount
+            total = number_in(key, value) + amount
         if not -_INT64 <= total < _INT64:
             total = (total + _INT64) % (2 * _INT64) - _INT64
         self._put(key, b"%d" % total)
@@ -520,7 +520,7 @@ class Engine:
     def _count(self, key: bytes) -> int:
         """Return a barrier's count; what is no number counts as nobody."""
         try:
-            return _number(key, self._values.get(key, b"0"))
+            return number_in(key, self._values.get(key, b"0"))
         except NotAnInteger:
             return 0
 
@@ -529,7 +529,7 @@ class Engine:
             self.add(key, -1)
 
 
-def _number(key: bytes, value: bytes) -> int:
+def number_in(key: bytes, value: bytes) -> int:
     """Read a number as C's strtoll does: leading blanks, a sign, and anything after the digits are accepted."""
     match = _NUMBER.match(value)
     number = int(match[1]) if match and len(match[1]) <= 4096 else None

@@ -6,6 +6,8 @@
     tcp://HOST[:PORT]    a TCPStore client, port 29400 where none is given
     tcp://HOST[:PORT],HOST[:PORT]    the same, of a store that has several servers (gateways): the first that answers,
                          and when that is lost, another, with the same session
+    etcd://HOST[:PORT],HOST[:PORT]/SPACE    an EtcdStore: the members of a cluster, and where in it (docs/etcd.md);
+                         further options are ca, cert, key, user and password
 
 A key prefix follows as a path (`tcp://head:29400/job-7`), for files as `?prefix=job-7`, which works for all of them.
 `?timeout=SECONDS` sets how long blocking calls wait.
@@ -19,6 +21,9 @@ from typing import NamedTuple
 
 from rallypoint import net
 from rallypoint.deadline import Timeout, seconds
+from rallypoint.etcd.address import OPTIONS as ACCESS_OPTIONS
+from rallypoint.etcd.address import Address
+from rallypoint.etcd.address import parse as parse_address
 from rallypoint.store.base import Store
 from rallypoint.store.memory import HashStore
 from rallypoint.store.prefix import PrefixStore
@@ -42,6 +47,14 @@ class StoreURL(NamedTuple):
     path: str
     prefix: str
     timeout_s: float
+    options: dict[str, str]
+
+    def etcd(self) -> Address:
+        """Return the address of an etcd:// URL."""
+        try:
+            return parse_address(self.place, self.path, self.options)
+        except ValueError as error:
+            raise ValueError(f"store URL {self.text!r}: {error}") from None
 
     def endpoint(self) -> net.Endpoint:
         """Return the server of a tcp:// URL, for those to whom only one is of use."""
@@ -67,18 +80,21 @@ def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
     scheme, slashes, rest = url.partition("://")
     place = re.split("[/?#]", rest, maxsplit=1)[0]  # by ourselves: urlsplit refuses a list with brackets in it
     parts = urlsplit(scheme + slashes + rest[len(place) :])
-    if parts.scheme not in ("memory", "file", "tcp"):
-        raise ValueError(f"store URL {url!r}: {parts.scheme!r} is no kind of store; there are memory, file and tcp")
+    if parts.scheme not in ("memory", "file", "tcp", "etcd"):
+        known = "there are memory, file, tcp and etcd"
+        raise ValueError(f"store URL {url!r}: {parts.scheme!r} is no kind of store; {known}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     prefix, wait = options.pop("prefix", ""), options.pop("timeout", None)
-    if options or parts.fragment:
-        unknown = next(iter(options), "#" + parts.fragment)
-        raise ValueError(f"store URL {url!r}: {unknown!r} is not an option; there are prefix and timeout")
+    known_options = ACCESS_OPTIONS if parts.scheme == "etcd" else ()
+    unknown = [*(option for option in options if option not in known_options), *(["#"] if parts.fragment else [])]
+    if unknown:
+        there_are = ", ".join([*known_options, "prefix and timeout"])
+        raise ValueError(f"store URL {url!r}: {unknown[0]!r} is not an option; there are {there_are}")
     path = unquote(parts.path)
-    if parts.scheme != "file":
+    if parts.scheme not in ("file", "etcd"):
         prefix = prefix or path.strip("/")
     wait_s = _timeout(url, wait) if timeout is None else seconds(timeout)
-    return StoreURL(url, parts.scheme, place, path, prefix, wait_s)
+    return StoreURL(url, parts.scheme, place, path, prefix, wait_s, options)
 
 
 def connect(url: str, timeout: Timeout | None = None) -> Store:
@@ -92,6 +108,8 @@ def connect(url: str, timeout: Timeout | None = None) -> Store:
         store = _file(parsed)
     elif parsed.scheme == "memory":
         store = _memory(parsed.place, parsed.timeout_s)
+    elif parsed.scheme == "etcd":
+        store = _etcd(parsed)
     else:
         store = reach(parsed.endpoints(), parsed.timeout_s)
     return PrefixStore(parsed.prefix, store) if parsed.prefix else store
@@ -119,3 +137,13 @@ def _file(parsed: StoreURL) -> Store:
     from rallypoint.store.file import FileStore
 
     return FileStore(parsed.path, timeout=parsed.timeout_s)
+
+
+def _etcd(parsed: StoreURL) -> Store:
+    address = parsed.etcd()
+    try:
+        from rallypoint.store.etcd import EtcdStore
+    except ImportError as error:
+        why = f"etcd:// needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
+        raise ValueError(f"store URL {parsed.text!r}: {why}") from None
+    return EtcdStore.at(address, parsed.timeout_s)

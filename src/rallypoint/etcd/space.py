@@ -1,0 +1,289 @@
+"""A store in etcd: every operation, as transactions; the meaning is that of `core/engine.py`.
+
+How a change is made is in `etcd/ground.py`, where things are in `etcd/layout.py`. A wait reads, and if what it waits
+for is not there, waits for a change after the revision that it read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+
+from rallypoint.core.records import Swap, TimedOut
+from rallypoint.deadline import Deadline
+from rallypoint.errors import EtcdRefused
+from rallypoint.etcd import messages
+from rallypoint.etcd.address import Address
+from rallypoint.etcd.answers import KV
+from rallypoint.etcd.client import Client, LeaseGone, Refusal
+from rallypoint.etcd.counters import Counters
+from rallypoint.etcd.ground import PART_BYTES, Decision, Seen, Ties, as_seen
+from rallypoint.etcd.layout import pack
+from rallypoint.etcd.messages import Compare, Txn
+from rallypoint.etcd.queues import Queues
+from rallypoint.etcd.session import Mark, Session
+from rallypoint.etcd.watcher import Feed
+
+__all__ = ["Space"]
+
+TTL_S = 5.0
+"""How long a session lives on when nobody keeps it alive."""
+
+PATIENCE_S = 30.0
+"""How long a call that does not wait for anybody may take, at most, while etcd does not answer."""
+
+LEVEL = 60
+"""How many go into each of the nested transactions of one, and how many of these there may be."""
+
+SET_BYTES = 1024 * 1024
+"""How much one transaction of `multi_set` writes at most."""
+
+
+class Space(Queues, Counters):
+    """One store in etcd."""
+
+    @classmethod
+    async def connect(cls, address: Address, by: str, timeout_s: float, ttl_s: float = TTL_S) -> Space:
+        """Find a cluster; raise NoQuorum where it does not answer in time."""
+        client = Client(address.endpoints, address.access, address.name)
+        try:
+            cluster = await client.prefer_leader(Deadline(timeout_s))
+        except BaseException as error:
+            await client.close()
+            if isinstance(error, Refusal):
+                raise EtcdRefused(store=address.name, key=address.space, why=error.why) from None
+            raise
+        return cls(Ties(client, cluster, by, ttl_s, min(timeout_s, PATIENCE_S)), address.space)
+
+    def below(self, prefix: str) -> Space:
+        """Return the store under a further prefix."""
+        return Space(self.ties, self.layout.base.decode() + prefix)
+
+    @property
+    def identity(self) -> bytes:
+        """What is the same for all who use this store, and no other."""
+        return hashlib.blake2b(b"%d/%s" % (self.ties.cluster, self.layout.base), digest_size=16).digest()
+
+    async def open_session(self, name: str, ttl_s: float | None = None) -> Session:
+        """Begin a session."""
+        return await Session.open(self.ties.client, self.ties.keeper, self.layout, name, ttl_s or self.ties.ttl_s)
+
+    async def resume_session(self, identity: bytes) -> Session | None:
+        """Take over a session; None where there is no such one."""
+        return await Session.resume(self.ties.client, self.ties.keeper, self.layout, identity)
+
+    async def close(self) -> None:
+        """Let go of the cluster; sessions are not ended by this."""
+        await self.ties.close()
+
+    # Reads
+
+    async def get(self, key: bytes) -> bytes | None:
+        """Return a value, or None where there is no such key."""
+        return (await self.multi_get((key,)))[0]
+
+    async def multi_get(self, keys: Sequence[bytes]) -> list[bytes | None]:
+        """Return values as of one moment, None where there is no such key."""
+        return await self.values(await self.look([messages.get(self.layout.value(key)) for key in keys]))
+
+    async def check(self, keys: Sequence[bytes]) -> bool:
+        """Say whether all the keys exist now, as keys or as queues."""
+        return not (await self._missing(keys))[0]
+
+    async def num_keys(self, prefix: bytes) -> int:
+        """Count the keys that start with a prefix."""
+        first, end = self.layout.values(prefix)
+        return (await self.look([messages.tally(first, end)]))[0].total
+
+    async def list_keys(self, prefix: bytes) -> list[bytes]:
+        """List the keys that start with a prefix, oldest first."""
+        first, end = self.layout.values(prefix)
+        found = (await self.look([messages.get(first, end, names_only=True, oldest_first=True)]))[0]
+        return [self.layout.key(kv.key) for kv in found.kvs]
+
+    # Waits
+
+    async def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
+        """Return when all the keys exist at once."""
+        while True:
+            missing, revision = await self._missing(keys)
+            if not missing:
+                return None
+            value = self.layout.value(missing[0])
+            if not await self.change_of(((value, b""), self.layout.queue(missing[0])), revision, deadline):
+                return TimedOut(tuple(missing))
+
+    async def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
+        """Return the values of the keys once all exist."""
+        ops = [messages.get(self.layout.value(key)) for key in keys]
+        while True:
+            seen = await self.look(ops)
+            values = await self.values(seen)
+            missing = [key for key, value in zip(keys, values, strict=True) if value is None]
+            if not missing:
+                return [value for value in values if value is not None]
+            where = (self.layout.value(missing[0]), b"")
+            if not await self.change_of((where,), seen[0].revision, deadline):
+                return TimedOut(tuple(dict.fromkeys(missing)))
+
+    def feed(self, prefix: bytes) -> Feed:
+        """Return what will deliver every change of keys that start with a prefix, once started at a revision."""
+        first, end = self.layout.values(prefix)
+        return Feed(self.ties.watcher, first, end, self.layout.strip)
+
+    # Changes
+
+    async def set(self, mark: Mark, key: bytes, value: bytes) -> None:
+        """Write a value."""
+        await self.blindly(mark, key, await self.writing(mark, key, value))
+
+    async def multi_set(self, mark: Mark, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write all pairs: as one change as far as etcd can (`LEVEL`, `SET_BYTES`), else as several."""
+        slices = list(_slices(list(dict(pairs).items())))
+        for number, some in enumerate(slices, 1):
+            if number == len(slices):
+                await self._set_some(mark, some)
+            else:
+                with mark.session.own_mark() as own:
+                    await self._set_some(own, some)
+
+    async def _set_some(self, mark: Mark, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+        """Write pairs as one change; as a rule none of the keys had a value in parts, and then that is all."""
+        writes = [await self.writing(mark, key, value) for key, value in pairs]
+        spans = [self.layout.parts(False, key) for key, _ in pairs]
+        no_parts = messages.none_in(min(spans)[0], max(spans)[1])
+
+        async def decide(seen: Seen) -> Decision:
+            small = not seen and all(len(ops) == 2 for ops in writes)
+            ops = [ops[0] for ops in writes] if small else [op for ops in writes for op in ops]
+            nested = [Txn((), ops[at : at + LEVEL]).as_op() for at in range(0, len(ops), LEVEL)]
+            return Decision(None, [no_parts] if small else (), nested)
+
+        look = messages.get(self.layout.executor, names_only=True)  # anything: to tell a second attempt from the first
+        await self.change(mark, pairs[0][0], decide, [look], [])
+
+    async def append(self, mark: Mark, key: bytes, value: bytes) -> None:
+        """Add bytes to the end of a value."""
+        name = self.layout.value(key)
+
+        async def decide(seen: Seen) -> Decision:
+            old = (await self.values(seen))[0] or b""
+            return Decision(None, [as_seen(name, seen)], await self.writing(mark, key, old + value))
+
+        await self.change(mark, key, decide, [messages.get(name)])
+
+    async def compare_set(self, mark: Mark, key: bytes, expected: bytes, desired: bytes) -> bytes:
+        """Do as PyTorch does: an empty expectation may create; on a missing key any other is returned."""
+        won, value = await self._exchange(mark, key, expected, desired, creates=not expected)
+        return desired if won else expected if value is None else value
+
+    async def swap(self, mark: Mark, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
+        """Write if the value is the expected one (None: if there is no such key); say whether it was."""
+        won, value = await self._exchange(mark, key, expected, desired, creates=expected is None)
+        return Swap(won, desired if won else value)
+
+    async def delete(self, mark: Mark, key: bytes) -> bool:
+        """Delete a key, and say whether it was there."""
+        return await self._delete_if(mark, key, messages.exists, lambda kv: True)
+
+    async def unlease(self, mark: Mark, key: bytes) -> bool:
+        """Delete a key if the session of the mark still leases it."""
+        lease = mark.session.lease
+        return await self._delete_if(
+            mark, key, lambda name: messages.lease_is(name, lease), lambda kv: kv.lease == lease
+        )
+
+    async def lease_key(self, mark: Mark, key: bytes, value: bytes) -> None:
+        """Write a key that goes with the session of the mark."""
+        await self.blindly(mark, key, await self.writing(mark, key, value, mark.session.lease))
+
+    async def delete_prefix(self, mark: Mark, prefix: bytes) -> int:
+        """Delete every key and queue whose name starts with a prefix, and return how many there were."""
+        layout = self.layout
+        spans = [layout.values(prefix), layout.queues(prefix)]
+        looks = [messages.get(*span, names_only=True) for span in spans]
+        spans += [layout.all_parts(False, prefix), layout.all_parts(True, prefix)]
+
+        async def decide(seen: Seen) -> Decision:
+            queues = {layout.queue_name(kv.key) for kv in seen[1].kvs}
+            return Decision(len(seen[0].kvs) + len(queues), (), [messages.delete(*span) for span in spans])
+
+        return int((await self.change(mark, prefix, decide, looks))[0])
+
+    async def claim(self, session: Session) -> int | None:
+        """Make a session the executor, or wait until that is free; return the revision at which it became it."""
+        office = self.layout.executor
+        txn = Txn([messages.version_is(office, 0)], [messages.put(office, session.place, session.lease)])
+        try:
+            result, _ = await self.ties.writes.commit(txn, Deadline(self.patience_s))
+        except LeaseGone:
+            raise session.end_of_it() from None
+        if result.succeeded:
+            return result.revision
+        await self.change_of([(office, b"")], result.revision, Deadline(float("inf")))
+        return None
+
+    async def revision(self) -> int:
+        """Return the revision that etcd is at now."""
+        return (await self.look([messages.get(self.layout.sessions)]))[0].revision
+
+    async def _missing(self, keys: Sequence[bytes]) -> tuple[list[bytes], int]:
+        """Return which of the keys exist neither as a key nor as a queue, and as of which revision."""
+        if not keys:
+            return [], 0
+        ops = []
+        for key in keys:
+            ops += [messages.get(self.layout.value(key), names_only=True)]
+            ops += [messages.get(*self.layout.queue(key), limit=1, names_only=True)]
+        seen = await self.look(ops)
+        missing = [key for at, key in enumerate(keys) if not seen[2 * at].kvs and not seen[2 * at + 1].kvs]
+        return list(dict.fromkeys(missing)), seen[0].revision
+
+    async def _exchange(
+        self, mark: Mark, key: bytes, expected: bytes | None, desired: bytes, creates: bool
+    ) -> tuple[bool, bytes | None]:
+        """Write if the value is the expected one, or if there is none and it `creates`; return whether, and what is."""
+        name = self.layout.value(key)
+        ops = await self.writing(mark, key, desired)
+        small = len(expected or b"") <= PART_BYTES
+        value: bytes | None = None
+
+        async def decide(seen: Seen) -> Decision:
+            nonlocal value
+            if not seen:  # it will be as expected
+                condition = messages.version_is(name, 0) if creates else messages.value_is(name, pack(expected or b""))
+                return Decision(True, [condition], ops)
+            value = (await self.values(seen))[0]
+            fits = creates if value is None else value == expected
+            return Decision(True, [as_seen(name, seen)], ops) if fits else Decision(False)
+
+        won, _ = await self.change(mark, key, decide, [messages.get(name)], [] if small else None)
+        return bool(won), value
+
+    async def _delete_if(
+        self, mark: Mark, key: bytes, condition: Callable[[bytes], Compare], holds: Callable[[KV], bool]
+    ) -> bool:
+        """Delete a key if a condition holds, and say whether it did."""
+        name = self.layout.value(key)
+        yes = Decision(
+            True, [condition(name)], [messages.delete(name), messages.delete(*self.layout.parts(False, key))]
+        )
+
+        async def decide(seen: Seen) -> Decision:
+            return yes if not seen or (seen[0].kvs and holds(seen[0].kvs[0])) else Decision(False)
+
+        return bool((await self.change(mark, key, decide, [messages.get(name, names_only=True)], []))[0])
+
+
+def _slices(pairs: list[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Cut pairs into as few lists as fit into one transaction each."""
+    some: list[tuple[bytes, bytes]] = []
+    size = 0
+    for key, value in pairs:
+        if some and (len(some) == LEVEL * LEVEL // 2 or size + len(key) + len(value) > SET_BYTES):
+            yield some
+            some, size = [], 0
+        some.append((key, value))
+        size += len(key) + len(value)
+    if some:
+        yield some
