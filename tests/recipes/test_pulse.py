@@ -17,6 +17,7 @@ from rallypoint import Barrier, FileStore, Group, HashStore, Lock, MembersMissin
 from rallypoint.core import lock as machines
 from rallypoint.recipes import pulse
 from rallypoint.recipes.blob import Felt
+from rallypoint.recipes.life import key_of
 
 CHILD = """
 import sys, rallypoint
@@ -130,7 +131,7 @@ def test_a_death_is_known_as_soon_as_the_grace_is_over(phase_s: float, monkeypat
 
     def is_dead() -> bool:
         beats = (min(clock.now, last_beat_at) - phase_s) / pulse.BEAT_S
-        store.set(pulse.key_of("other"), str(int(beats)))
+        store.set(key_of("other"), str(int(beats)))
         return watcher.still(["other"], {}) == ["other"]
 
     while not is_dead():
@@ -225,8 +226,8 @@ def test_a_forked_child_is_a_session_of_its_own(path: str) -> None:
 def test_feeling_a_pulse_that_is_gone_neither_waits_nor_writes(open_store: Open) -> None:
     store = open_store()
     assert pulse._count(store, "nobody") == -1
-    assert not store.check([pulse.key_of("nobody")])
-    store.add(pulse.key_of("nobody"), 3)
+    assert not store.check([key_of("nobody")])
+    store.add(key_of("nobody"), 3)
     assert pulse._count(store, "nobody") == 3
 
 
@@ -251,7 +252,7 @@ def test_whoever_buries_the_dead_deletes_their_pulse(path: str, start: Start, qu
     store = FileStore(path)
     assert len(pulses(store)) == 1
     with Lock(store, "l"):
-        assert pulses(store) == [pulse.key_of(pulse.pulse_of(store).session)]
+        assert pulses(store) == [key_of(pulse.pulse_of(store).session)]
 
 
 AT_EXIT = """
@@ -272,8 +273,7 @@ def test_no_pulse_beats_while_the_interpreter_ends() -> None:
 STUCK = """
 import threading
 import rallypoint
-from rallypoint.core import lock as machines
-from rallypoint.recipes import pulse
+from rallypoint.recipes import life
 class Stuck:
     def __init__(self):
         self.store = rallypoint.HashStore()
@@ -281,7 +281,7 @@ class Stuck:
         return getattr(self.store, name)
     def delete_key(self, key):
         threading.Event().wait()
-pulse.EXIT_S = 0.1
+life.EXIT_S = 0.1
 store = Stuck()
 rallypoint.Lock(store, "l").acquire()
 print("end")

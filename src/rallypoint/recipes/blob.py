@@ -1,6 +1,6 @@
 """Shared objects whose state is one blob, which members change themselves: read, apply, write if nobody was faster.
 
-    StoreHost      recipes/storehost.py          a key of a store; others tell of a change and of life
+    StoreHost      recipes/storehost.py          a key of a store; others tell of a change, and show that they live
     BackendHost    compat/rendezvous/host.py     what a rendezvous backend keeps; there is nothing but the blob
 
 Whoever loses a race goes on with what is there now. Whoever waits looks again when there may be something new, lets
@@ -120,6 +120,10 @@ class BlobHost(Generic[S]):
     def _beaten(self, times: int, machine: Any, patience: Deadline) -> None:
         """Do what is to be done when another was faster, for the so many-th time."""
 
+    def _again(self, place: str, present: Found, times: int) -> Found:
+        """Return what to go on with when another was faster and left this, for the so many-th time."""
+        return present
+
     def _finish(self, state: S, machine: Machine, step: Step) -> None:
         """Change the state further before it is written."""
 
@@ -152,8 +156,9 @@ class BlobHost(Generic[S]):
             if present is None:
                 self._won(place, state, step)
                 return state, machine, step
-            found, lost = present, lost + 1
+            lost += 1
             self._beaten(lost, machine, patience)
+            found = self._again(place, present, lost)
 
     def _apply(self, place: str, call: Call, command: Command, looks: bool) -> tuple[S, Machine, Step]:
         def apply(state: S, machine: Any) -> Step:
@@ -195,16 +200,22 @@ class BlobHost(Generic[S]):
         self._bury(place, type(machine), self._dead(place, state, machine))
 
     def _bury(self, place: str, kind: type[Machine], dead: Iterable[str]) -> None:
-        for session in dead:
+        """Take these sessions out, all by one change."""
+        sessions = list(dead)
 
-            def bury(state: S, now: Any, session: str = session) -> Step:
-                if session in state.ended or self._stirs(state, session):
-                    return Step(Done())
-                step: Step = now.lost(session, state.version + 1)
-                state.ended = [*state.ended[1 - ENDED :], session]
-                return step._replace(changed=True)
+        def bury(state: S, now: Any) -> Step:
+            buried, woken = [], list[Call]()
+            for session in sessions:
+                if session not in state.ended and not self._stirs(state, session):
+                    woken += now.lost(session, state.version + 1).woken
+                    state.version += 1  # each has a stamp of its own
+                    buried.append(session)
+            state.ended = [*state.ended, *buried][-ENDED:]
+            return Step(Done(), bool(buried), woken)
 
+        if sessions:
             self._change(place, kind, bury, self._forever)
+        for session in sessions:
             self._buried(session)
 
     def _buried(self, session: str) -> None:

@@ -1,9 +1,10 @@
 """Where a shared object lives, and how a call on it is carried through.
 
 `host_of(store)` chooses: our server hosts the object itself (one request, answered when it is time), on any other
-store the members host it by compare-and-set (`recipes/storehost.py`). `Object.perform` is the one way in which a call
-is made: ask; while it waits, say why every few seconds; at the deadline, or when interrupted, take it
-back, unless it came true at that very moment. `Recipe` is what the classes for users have in common.
+store the members host it by compare-and-set (`recipes/storehost.py`), and show that they live by leases where there
+are such, else by counters. `Object.perform` is the one way in which a call is made: ask; while it waits, say why every
+few seconds; at the deadline, or when interrupted, take it back, unless it came true at that very moment. `Recipe` is
+what the classes for users have in common.
 """
 
 from __future__ import annotations
@@ -66,9 +67,13 @@ def host_of(store: Any) -> Host:
     """Return the host of the objects of a store."""
     if isinstance(store, Store) and store._backend.hosts_objects:
         return ServerHost(store)
-    from rallypoint.recipes.storehost import StoreHost  # most programs have a server
+    if isinstance(store, Store) and store._backend.keeps_leases:
+        from rallypoint.recipes.leasehost import LeaseHost  # most programs have a server
 
-    return StoreHost(store)
+        return LeaseHost(store)
+    from rallypoint.recipes.pulsehost import PulseHost
+
+    return PulseHost(store)
 
 
 class ObjectStatistics(NamedTuple):

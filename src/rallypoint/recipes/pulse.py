@@ -1,33 +1,23 @@
 """The sign of life of a process on a store that only has bytes: a counter that moves, and the feeling of others'.
 
-A session is one process on one store. While it takes part in something, a thread moves its counter, `pulse:SESSION`.
-A counter that has not moved for `GRACE_S`, by the watcher's own clock, belongs to a dead session. One that is gone
-belongs to a session that has ended: whoever stops deletes its own, at the end of the process too, and whoever buries a
-dead one deletes that. What was felt is remembered for a store as a whole, for a session may be in several objects.
-
-A forked child is a session of its own: it has no thread that beats, and what its parent has is not its.
-
-Rejected: to let the thread die with the interpreter. It may be in a store's C++ then, which ends the process by abort.
+While a session takes part in something, its keeper moves its counter, `pulse:SESSION`. A counter that has not moved for
+`GRACE_S`, by the watcher's own clock, belongs to a dead session. One that is gone belongs to a session that has ended:
+whoever stops deletes its own, and whoever buries a dead one deletes that. What was felt is remembered for a store as a
+whole, for a session may be in several objects.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import os
-import queue
-import secrets
 import threading
 import time
-import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
-from rallypoint.deadline import Deadline
 from rallypoint.recipes.blob import Felt, Reading
-from rallypoint.store.base import Store
+from rallypoint.recipes.life import Keeper, Life, key_of, life_of
 
-__all__ = ["Pulse", "Told", "key_of", "pulse_of"]
+__all__ = ["Pulse", "Told", "pulse_of"]
 
 BEAT_S = 0.5
 GRACE_S = 4.0
@@ -42,71 +32,25 @@ FEELS = 3
 NEIGHBOURS = 8
 """How many pulses one member feels."""
 
-EXIT_S = 2.0
-"""How long the end of a process may take for the sake of its pulses."""
-
 Told = Mapping[str, tuple[int, int]]
 """Of sessions under suspicion: the count, and for how many milliseconds it was watched to stand there."""
 
 
-def key_of(session: str) -> str:
-    """Return the key of a session's counter."""
-    return f"pulse:{session}"
-
-
-class Pulse:
+class Pulse(Life):
     """The session of this process on one store, and what it feels of others'; for many threads."""
 
-    def __init__(self, store: Any) -> None:
-        self._store = _hold(store)
-        self.begin()
-        if isinstance(store, Store):
-            store._lodge(self)
-
     def begin(self) -> None:
-        """Be a session that nobody has heard of: at first, and in a forked child."""
-        self._lock, self._feeling = threading.Lock(), threading.Lock()
+        """Be a session that nobody has heard of, and that has felt nobody."""
+        self._feeling = threading.Lock()
         self._felt = Felt(GRACE_S)
-        self._renew()
+        super().begin()
 
-    def _renew(self) -> None:
-        self.session = secrets.token_hex(8)
-        self._heart: _Heart | None = None
-
-    def start(self) -> str:
-        """Beat, in a daemon thread, until stopped or the store is gone; return the session."""
-        with self._lock:
-            if self._heart is None:
-                self.beat(self.session)
-                self._heart = _Heart(self, self.session, self._store)
-                if not _ending:
-                    _hearts.add(self._heart)
-                    self._heart.start()
-            return self.session
-
-    def stop(self, session: str) -> None:
-        """End a session, unless that was done; what comes after is another."""
-        with self._lock:
-            if self.session == session:
-                if self._heart is not None:
-                    self._heart.stop()
-                self._renew()
-
-    def end(self) -> None:
-        """Stop beating, and wait until that is so, but not for ever."""
-        if self._heart is not None:
-            self._heart.stop()
-            self._heart.join(EXIT_S)
-
-    def beat(self, session: str) -> None:
+    def show(self, session: str) -> None:
         """Move a counter of ours."""
         self._here().add(key_of(session), 1)
 
-    def _here(self) -> Any:
-        store = self._store()
-        if store is None:
-            raise RuntimeError("the store is gone")
-        return store
+    def _keep(self, session: str) -> Keeper:
+        return _Heart(self, session)
 
     # Others
 
@@ -175,81 +119,22 @@ def _count(store: Any, session: str) -> int:
     return -1 if count == b"-" else int(count)
 
 
-class _Heart(threading.Thread):
-    """What moves the counter of one session, and deletes it when stopped."""
-
-    def __init__(self, pulse: Pulse, session: str, store: Callable[[], Any]) -> None:
-        super().__init__(name=f"pulse of {session}", daemon=True)
-        self._stops = stops = queue.SimpleQueue[None]()  # which may be put to wherever garbage is collected
-        self._pulse = weakref.ref(pulse, lambda _: stops.put(None))
-        self._session = session
-        self._hold = store
-
-    def stop(self) -> None:
-        """Have it end soon."""
-        self._stops.put(None)
+class _Heart(Keeper):
+    """What moves the counter of one session."""
 
     def run(self) -> None:
         with contextlib.suppress(RuntimeError):  # the store is closed or lost: there is nobody to live for
             while self._rests(BEAT_S):
-                pulse = self._pulse()
-                if pulse is not None:
-                    pulse.beat(self._session)
-                del pulse
+                life = self._life()
+                if life is not None:
+                    life.show(self._session)
+                del life
             store = self._hold()
             if store is not None:
                 store.delete_key(key_of(self._session))
         del self._hold
 
-    def _rests(self, for_s: float) -> bool:
-        """Wait for so long; say whether that was all."""
-        try:
-            self._stops.get(timeout=for_s)
-            return False
-        except queue.Empty:
-            return True
-
-
-def _hold(store: Any) -> Callable[[], Any]:
-    """Return what gives a store, without keeping it: one of ours by another view, for one last word after its end."""
-    if isinstance(store, Store):
-        twin = store._twin()
-        return lambda: twin
-    return weakref.ref(store)
-
-
-_pulses: weakref.WeakKeyDictionary[Any, Pulse] = weakref.WeakKeyDictionary()
-_pulses_lock = threading.Lock()
-_hearts: weakref.WeakSet[_Heart] = weakref.WeakSet()
-_ending = False
-
 
 def pulse_of(store: Any) -> Pulse:
     """Return the pulse of this process on a store; there is one for all objects."""
-    with _pulses_lock:
-        if store not in _pulses:
-            _pulses[store] = Pulse(store)
-        return _pulses[store]
-
-
-def _forked() -> None:
-    global _pulses_lock
-    _pulses_lock = threading.Lock()
-    _hearts.clear()
-    for pulse in list(_pulses.values()):
-        pulse.begin()
-
-
-def _end() -> None:
-    """Stop all hearts, and wait for them, but not for ever."""
-    global _ending
-    _ending = True
-    deadline, hearts = Deadline(EXIT_S), list(_hearts)
-    for heart in hearts:
-        heart.stop()
-    for heart in hearts:
-        heart.join(deadline.remaining())
-
-
-os.register_at_fork(after_in_child=_forked)
-atexit.register(_end)
+    return life_of(store, Pulse)
