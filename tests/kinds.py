@@ -36,6 +36,18 @@ def under_a_prefix(_: Path) -> Iterator[Open]:
         yield lambda: PrefixStore("job/7", TCPStore("127.0.0.1", server.port))
 
 
+def with_leases(store: Any) -> Any:
+    """Have members host what is shared in a store, though its server could, and show by leases that they live."""
+    store._backend.hosts_objects, store._backend.keeps_leases = False, True
+    return store
+
+
+@contextlib.contextmanager
+def by_leases(_: Path) -> Iterator[Open]:
+    with Server(grace=0.5) as server:
+        yield lambda: with_leases(TCPStore("127.0.0.1", server.port))
+
+
 @contextlib.contextmanager
 def in_memory(_: Path) -> Iterator[Open]:
     yield HashStore().clone
@@ -65,7 +77,7 @@ def on_torchs_own_object(_: Path) -> Iterator[Open]:
 
 
 HOSTED = [on_our_server, under_a_prefix]
-BYTES = [in_memory, in_a_file]
+BYTES = [in_memory, in_a_file, by_leases]
 TORCHS = [
     pytest.param(kind, marks=pytest.mark.needs("torch"), id=kind.__name__)
     for kind in (on_torchs_server, on_torchs_own_object)

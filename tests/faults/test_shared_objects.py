@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.kinds import with_leases
 
 import rallypoint
 
@@ -20,7 +21,9 @@ AMPLE_S = 60.0
 SCRIPT = """
 import os, sys, rallypoint
 url, what, member = sys.argv[1:]
-store = rallypoint.connect(url, timeout=60)
+store = rallypoint.connect(url.removeprefix("leases+"), timeout=60)
+if url.startswith("leases+"):
+    store._backend.hosts_objects, store._backend.keeps_leases = False, True
 if what == "barrier":
     try:
         rallypoint.Barrier(store, "b", 8).wait(int(member))
@@ -63,14 +66,20 @@ def start() -> Iterator[Start]:
         child.communicate()
 
 
-@pytest.fixture(params=["server", "file"])
+@pytest.fixture(params=["server", "leases", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
-    if request.param == "server":
+    if request.param != "file":
         with rallypoint.Server(grace=0.5) as server:
-            yield server.url
+            yield server.url if request.param == "server" else f"leases+{server.url}"
     else:
         with rallypoint.FileStore(str(tmp_path / "store")):  # so that the file outlives each process
             yield f"file://{tmp_path}/store"
+
+
+def connect(url: str) -> Any:
+    """Open a store; with leases, its members host what is shared, though the server could."""
+    store = rallypoint.connect(url.removeprefix("leases+"))
+    return with_leases(store) if url.startswith("leases+") else store
 
 
 def line(child: subprocess.Popen[str]) -> str:
@@ -82,7 +91,7 @@ def until_missing(url: str, missing: set[str]) -> None:
     """Wait until exactly these are missing at the barrier, as a member that comes and goes is told."""
     while True:
         try:
-            rallypoint.Barrier(rallypoint.connect(url), "b", 8).wait(0, 0.2)
+            rallypoint.Barrier(connect(url), "b", 8).wait(0, 0.2)
         except rallypoint.MembersMissing as error:
             if set(error.missing) == missing:
                 return
@@ -101,7 +110,7 @@ def test_seven_hear_that_the_eighth_was_killed(url: str, start: Start) -> None:
 def test_the_lock_of_a_killed_holder_goes_to_the_next(url: str, start: Start) -> None:
     holder = start(url, "hold", "ann")
     assert line(holder) == "holds"
-    lock = rallypoint.Lock(rallypoint.connect(url), "l")
+    lock = rallypoint.Lock(connect(url), "l")
     with pytest.raises(rallypoint.MembersMissing, match="held by ann"):
         lock.acquire(0.1)
     holder.send_signal(signal.SIGKILL)
@@ -109,7 +118,7 @@ def test_the_lock_of_a_killed_holder_goes_to_the_next(url: str, start: Start) ->
 
 
 def test_a_group_is_told_of_a_killed_member(url: str, start: Start) -> None:
-    membership = rallypoint.Group(rallypoint.connect(url), "g").join("ann")
+    membership = rallypoint.Group(connect(url), "g").join("ann")
     bob = start(url, "join", "bob")
     assert line(bob) == "joined"
     membership.wait_for(["bob"], AMPLE_S)
