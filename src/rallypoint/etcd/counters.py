@@ -10,9 +10,10 @@ from rallypoint.core.engine import number_in
 from rallypoint.core.records import TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.etcd import messages
+from rallypoint.etcd.additions import Additions, wrapped
 from rallypoint.etcd.answers import KV, Found
-from rallypoint.etcd.ground import Decision, Ground, Seen, Ties, as_seen
-from rallypoint.etcd.messages import Op
+from rallypoint.etcd.ground import Decision, Seen, Ties, as_seen, dated
+from rallypoint.etcd.messages import Op, Txn
 from rallypoint.etcd.session import Mark, Session
 
 __all__ = ["Counters"]
@@ -21,10 +22,7 @@ GUESSES = 1024
 """How many counters are remembered as we wrote them."""
 
 
-_INT64 = 1 << 63
-
-
-class Counters(Ground):
+class Counters(Additions):
     """The counters of a store."""
 
     def __init__(self, ties: Ties, prefix: str) -> None:
@@ -33,23 +31,35 @@ class Counters(Ground):
 
     async def add(self, mark: Mark, key: bytes, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return await self._add(mark, key, amount)
+        name = self.layout.value(key)
+        if self.crowded(key) or mark.doubtful:
+            self._guesses.pop(name, None)
+            return await self.post(mark, key, amount)
+        guess = self._guesses.pop(name, None)
+        seen = [guess] if guess else await self.look([messages.get(name)])
+        for _ in range(2 if guess else 1):  # a guess may be wrong without others being in a hurry
+            decision = await self._decide(key, amount, seen)
+            txn = Txn(
+                [*mark.guards(), *decision.compares],
+                [*decision.ops, mark.proof(decision.answer)],
+                [*mark.look(), messages.get(name)],
+            )
+            result = await self.commit(mark, key, txn, Deadline(self.patience_s))
+            if result.succeeded:
+                self._guess(name, decision.answer, result.revision)
+                return int(decision.answer)
+            record, lane, *seen = dated(result.answers, result.revision)
+            if mark.took_effect(record.kvs, lane.kvs):
+                return int(mark.answer)
+        self.lost_race(key)
+        return await self.post(mark, key, amount)
 
-    async def _add(self, mark: Mark, key: bytes, amount: int, more: Sequence[Op] = ()) -> int:
+    async def _decide(self, key: bytes, amount: int, seen: Seen, more: Sequence[Op] = ()) -> Decision:
         """Add to a counter, and do more in the same moment."""
         name = self.layout.value(key)
-
-        async def decide(seen: Seen) -> Decision:
-            value = (await self.values(seen))[0]
-            total = amount + (0 if value is None else number_in(key, value))
-            total = (total + _INT64) % (2 * _INT64) - _INT64
-            return Decision(total, [as_seen(name, seen)], [messages.put(name, b"%d" % total, self.lease), *more])
-
-        guess = self._guesses.pop(name, None)
-        total, at = await self.change(mark, key, decide, [messages.get(name)], [guess] if guess else None)
-        if at is not None:
-            self._guess(name, b"%d" % total, at)
-        return int(total)
+        value = (await self.values(seen))[0]
+        total = wrapped(amount + (0 if value is None else number_in(key, value)))
+        return Decision(total, [as_seen(name, seen)], [messages.put(name, b"%d" % total, self.lease), *more])
 
     async def barrier(self, mark: Mark, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
         """Count one arrival on an ordinary key and return when it has reached `size`; who gives up is taken back.
@@ -57,7 +67,11 @@ class Counters(Ground):
         So is who dies: until it is let through, a will says so (`etcd/executor.py`).
         """
         name, will = self.layout.value(key), self.layout.will(mark.session.id, str(mark.number))
-        if await self._add(mark, key, 1, [messages.put(will, key)]) >= size:
+
+        async def decide(seen: Seen) -> Decision:
+            return await self._decide(key, 1, seen, [messages.put(will, key)])
+
+        if (await self.change(mark, key, decide, [messages.get(name)]))[0] >= size:
             await self.undo(mark.session, will, key, size)
             return None
         try:
@@ -91,8 +105,8 @@ class Counters(Ground):
             looks = [messages.get(name), messages.get(will)]
             return bool((await self.change(mark, key, decide, looks))[0])
 
-    def _guess(self, name: bytes, value: bytes, revision: int) -> None:
+    def _guess(self, name: bytes, total: int, revision: int) -> None:
         """Remember what a counter was when we wrote it last."""
-        self._guesses[name] = Found([KV(name, value, 0, revision, self.lease)], 1, revision)
+        self._guesses[name] = Found([KV(name, b"%d" % total, 0, revision, self.lease)], 1, revision)
         if len(self._guesses) > GUESSES:
             self._guesses.popitem(last=False)

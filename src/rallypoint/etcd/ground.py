@@ -31,7 +31,7 @@ from rallypoint.etcd.messages import Compare, Op, Txn
 from rallypoint.etcd.session import Mark
 from rallypoint.etcd.watcher import Watcher
 
-__all__ = ["PART_BYTES", "Decision", "Ground", "Seen", "Ties", "as_seen", "one_of", "only"]
+__all__ = ["PART_BYTES", "Decision", "Ground", "Seen", "Ties", "as_seen", "dated", "one_of", "only"]
 
 PART_BYTES = 1024 * 1024
 """Above this, a value is stored in parts of so much; etcd takes 1.5 MiB a request, all told."""
@@ -55,6 +55,8 @@ class Decision(NamedTuple):
 
 
 Seen = list[Found]
+"""What was read, to decide on."""
+
 Decide = Callable[[Seen], Awaitable[Decision]]
 
 
@@ -110,10 +112,12 @@ class Ground:
             decision = await decide(seen)
             if not decision.ops and not mark.doubtful:
                 return decision.answer, None
-            result = await self._commit(mark, key, decision, looks, deadline)
+            success = [*decision.ops, mark.proof(decision.answer)]
+            txn = Txn([*mark.guards(), *decision.compares], success, [*mark.look(), *looks])
+            result = await self.commit(mark, key, txn, deadline)
             if result.succeeded:
                 return decision.answer, result.revision
-            record, lane, *seen = [found._replace(revision=result.revision) for found in result.answers]
+            record, lane, *seen = dated(result.answers, result.revision)
             if mark.took_effect(record.kvs, lane.kvs):
                 return mark.answer, None
 
@@ -126,12 +130,8 @@ class Ground:
 
         await self.change(mark, key, decide, (), [])
 
-    async def _commit(
-        self, mark: Mark, key: bytes, decision: Decision, looks: Sequence[Op], deadline: Deadline
-    ) -> Result:
-        """Make one attempt at a change."""
-        success = [*decision.ops, mark.proof(decision.answer)]
-        txn = Txn([*mark.guards(), *decision.compares], success, [*mark.look(), *looks])
+    async def commit(self, mark: Mark, key: bytes, txn: Txn, deadline: Deadline) -> Result:
+        """Make one attempt at a transaction that the mark guards."""
         try:
             result, repeated = await self.ties.writes.commit(txn, deadline)
         except LeaseGone:
@@ -238,7 +238,7 @@ class Ground:
             return await one_of(futures, deadline)
 
 
-async def one_of(futures: Sequence[asyncio.Future[None]], deadline: Deadline) -> bool:
+async def one_of(futures: Sequence[asyncio.Future[Any]], deadline: Deadline) -> bool:
     """Wait for one of these; say whether it came in time. Timers of event loops may go off a little early."""
     while True:
         left_s = min(deadline.remaining(), LONGEST_S)
@@ -248,7 +248,13 @@ async def one_of(futures: Sequence[asyncio.Future[None]], deadline: Deadline) ->
 
 
 def only(found: Found) -> KV | None:
+    """Return the one key that was asked for, if it is there."""
     return found.kvs[0] if found.kvs else None
+
+
+def dated(answers: list[Any], revision: int) -> Seen:
+    """Return what a transaction read, as of its revision."""
+    return [found._replace(revision=revision) for found in answers]
 
 
 def as_seen(name: bytes, seen: Seen) -> Compare:

@@ -147,6 +147,10 @@ class Layout:
         first = self._counts + _escape(key) + b"\0\1"
         return first, next_after(first)
 
+    def addition(self, key: bytes, lane: bytes) -> bytes:
+        """Return where an addition waits that will be answered in a lane."""
+        return self.additions(key)[0] + lane[len(self.lanes) :].replace(b"/", b".")
+
     def all_sessions(self) -> Range:
         """Return where all sessions are."""
         return self.sessions, next_after(self.sessions)

@@ -29,7 +29,7 @@ from rallypoint.etcd.keeper import Keeper
 from rallypoint.etcd.layout import Layout
 from rallypoint.etcd.messages import Compare, Method, Op, Txn
 
-__all__ = ["Mark", "Session"]
+__all__ = ["Mark", "Session", "answered"]
 
 LEAST_TTL_S = 2
 """The shortest time to live that etcd grants, with its usual election time-out."""
@@ -82,7 +82,11 @@ class Mark:
 
     def proof(self, answer: Any) -> Op:
         """Return what is written when it does."""
-        return messages.put(self.lane, b"%020d " % self.number + msgspec.msgpack.encode(answer), self.session.lease)
+        return messages.put(self.lane, answered(self.number, answer), self.session.lease)
+
+    def begun(self) -> Op:
+        """Return what is written when it is under way, and somebody else will write the proof."""
+        return messages.put(self.lane, b"%020d " % self.number, self.session.lease)
 
     def look(self) -> list[Op]:
         """Return what reads whether it did."""
@@ -92,13 +96,21 @@ class Mark:
         """Say so, from what was read, and keep the answer; raise SessionLost if the session is not ours any more."""
         if not record or record[0].value != self.session.record:
             raise self.session.end_of_it(record)
-        if lane:
-            number, _, answer = lane[0].value.partition(b" ")
-            if int(number) == self.number:
-                self.answer = msgspec.msgpack.decode(answer)
-                self.wrote()
-                return True
-        return False
+        return bool(lane) and self.proved(lane[0].value)
+
+    def proved(self, lane: bytes) -> bool:
+        """Say whether it took effect, from what is in its lane, and keep the answer."""
+        number, _, answer = lane.partition(b" ")
+        if int(number) != self.number or not answer:
+            return False
+        self.answer = msgspec.msgpack.decode(answer)
+        self.wrote()
+        return True
+
+
+def answered(number: int, answer: Any) -> bytes:
+    """Return what is in a lane when a request was carried out."""
+    return b"%020d " % number + msgspec.msgpack.encode(answer)
 
 
 class _Lanes:

@@ -26,7 +26,7 @@ import grpc
 from rallypoint.core.records import Event
 from rallypoint.errors import SessionLost, StoreClosed
 from rallypoint.etcd import answers, messages
-from rallypoint.etcd.answers import WatchAnswer
+from rallypoint.etcd.answers import Change, WatchAnswer
 from rallypoint.etcd.client import Client
 from rallypoint.etcd.messages import Method
 
@@ -67,20 +67,24 @@ class Spot(_Interest):
         super().__init__(first, end, revision)
         self.since = revision
         self.changed_at = 0
-        self.waiting: set[asyncio.Future[None]] = set()
+        self._last: Change | None = None
+        self.waiting: dict[asyncio.Future[Change | None], int] = {}
+        """Who waits, and for a change after which revision."""
 
     def came(self, answer: WatchAnswer) -> None:
-        self.changed_at = answer.changes[-1].revision
-        self._wake()
+        self._last = answer.changes[-1]
+        self.changed_at = self._last.revision
+        self.wake()
 
     def gap(self, to: int) -> None:
-        self.since = self.changed_at = to
-        self._wake()
+        self._last, self.since, self.changed_at = None, to, to
+        self.wake()
 
-    def _wake(self) -> None:
-        for future in self.waiting:
-            if not future.done():
-                future.set_result(None)
+    def wake(self) -> None:
+        """Tell of the last change, if it is known, whoever waits for one or may have missed one."""
+        for future, revision in self.waiting.items():
+            if (self.since > revision + 1 or self.changed_at > revision) and not future.done():
+                future.set_result(self._last)
 
 
 class Feed(_Interest):
@@ -146,22 +150,21 @@ class Watcher:
         self._task: asyncio.Task[None] | None = None
 
     @contextlib.asynccontextmanager
-    async def waiting(self, first: bytes, end: bytes, revision: int) -> AsyncIterator[asyncio.Future[None]]:
-        """Yield what is done when something in a range changed after a revision, or may have."""
-        future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    async def waiting(self, first: bytes, end: bytes, revision: int) -> AsyncIterator[asyncio.Future[Change | None]]:
+        """Yield what is done when something in a range changed after a revision, or may have: the last change then."""
+        future: asyncio.Future[Change | None] = asyncio.get_running_loop().create_future()
         number = self._spots.get((first, end))
         if number is None:
             spot = Spot(first, end, revision + 1)
             number = self._spots[first, end] = self.add(spot)
         else:
             spot = self._interests[number]  # type: ignore[assignment]
-            if spot.since > revision + 1 or spot.changed_at > revision:
-                future.set_result(None)
-        spot.waiting.add(future)
+        spot.waiting[future] = revision
+        spot.wake()
         try:
             yield future
         finally:
-            spot.waiting.discard(future)
+            del spot.waiting[future]
             if not spot.waiting:
                 asyncio.get_running_loop().call_later(LINGER_S, self._leave, spot, number)
 
