@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.etcd.fixtures import etcd_space, shared_cluster
 
-from rallypoint import FileStore, HashStore, PrefixStore, Server, TCPStore
+from rallypoint import FileStore, HashStore, PrefixStore, Server, TCPStore, connect
 from rallypoint.recipes import pulse
 
 AMPLE_S = 60.0
@@ -49,6 +50,12 @@ def by_leases(_: Path) -> Iterator[Open]:
 
 
 @contextlib.contextmanager
+def on_etcd(_: Path) -> Iterator[Open]:
+    url = etcd_space(shared_cluster())
+    yield lambda: connect(url)
+
+
+@contextlib.contextmanager
 def in_memory(_: Path) -> Iterator[Open]:
     yield HashStore().clone
 
@@ -78,13 +85,14 @@ def on_torchs_own_object(_: Path) -> Iterator[Open]:
 
 HOSTED = [on_our_server, under_a_prefix]
 BYTES = [in_memory, in_a_file, by_leases]
+ETCD = [pytest.param(on_etcd, marks=pytest.mark.needs("etcd"), id="on_etcd")]
 TORCHS = [
     pytest.param(kind, marks=pytest.mark.needs("torch"), id=kind.__name__)
     for kind in (on_torchs_server, on_torchs_own_object)
 ]
 
 
-@pytest.fixture(params=[*HOSTED, *BYTES, *TORCHS])
+@pytest.fixture(params=[*HOSTED, *BYTES, *ETCD, *TORCHS])
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
     """Return what opens one more handle on a store."""
     with request.param(tmp_path) as opener:

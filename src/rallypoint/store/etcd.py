@@ -42,6 +42,7 @@ class EtcdBackend(Backend):
     """One session on a store in etcd."""
 
     root = b"/"
+    keeps_leases = True
 
     def __init__(self, space: Space, users: list[int]) -> None:
         self.name = space.name

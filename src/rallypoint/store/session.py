@@ -49,6 +49,7 @@ class SessionBackend(Backend):
         self._wire = Wire(route, timeout_s)
         self.name = self._wire.label
         self.hosts_objects = self._wire.hosts_objects
+        self.keeps_leases = not self.hosts_objects
 
     @property
     def host(self) -> str:
