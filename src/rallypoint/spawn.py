@@ -24,13 +24,16 @@ from rallypoint.core.limits import LEAST_BYTES, MAX_GRACE_S
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ServerFailed
 
-__all__ = ["Server"]
+__all__ = ["WHY_NOT", "Server"]
 
 STOP_S = 5.0
 """How long a child may take to end before it is killed."""
 
 STATISTICS_S = 30.0
 """How long a server may take to say what it holds."""
+
+WHY_NOT = "! "
+"""What a child writes, and then why it does not come up, instead of its URL."""
 
 _left_alone: list[subprocess.Popen[bytes]] = []
 """Children that outlive us: kept, for one that is forgotten while it runs makes Python complain."""
@@ -41,6 +44,7 @@ _BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoin
 class Server:
     """A store server in a child process that lives until `close`, or until this process ends.
 
+    With `engine`, the URL of a store in etcd, it is a gateway to that: any number of them are one store.
     `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `max_memory` bounds all that
     clients may make it hold (default 4 GiB), `max_connection_memory` the largest request and answer (256 MiB), both in
     bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager. With
@@ -54,6 +58,7 @@ class Server:
         port: int = 0,
         *,
         fd: int | None = None,
+        engine: str | None = None,
         max_memory: int | None = None,
         max_connection_memory: int | None = None,
         grace: Timeout | None = None,
@@ -64,7 +69,7 @@ class Server:
         limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
         life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": _finite(outlive, "outlive")}
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
-        settings = {"fds": [sock.fileno() for sock in sockets], **life, **limits}
+        settings = {"fds": [sock.fileno() for sock in sockets], "engine": engine, **life, **limits}
         try:
             self.port: int = sockets[0].getsockname()[1]
             self._child, ready = _start(settings, quiet=outlive is not None)
@@ -114,19 +119,22 @@ class Server:
         return f"<Server {self.url} pid {self.pid}{'' if self.running() else ' ended'}>"
 
     def _await_url(self, ready: int, deadline: Deadline) -> str:
+        why = ""
         with os.fdopen(ready, "rb") as pipe:
             if select.select([pipe], [], [], deadline.remaining())[0]:
-                line = pipe.readline()
-                if line:
-                    return line.decode().strip()
+                line = pipe.readline().decode().strip()
+                if line and not line.startswith(WHY_NOT):
+                    return line
+                why = line.removeprefix(WHY_NOT)
         expired = deadline.expired()
         if not expired:  # it is on its way out, and its own exit code says more than our signal would
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._child.wait(STOP_S)
         self.close()
+        code = self._child.returncode
         raise ServerFailed(
             pid=self.pid,
-            why=f"not ready after {deadline.timeout_s:g} s" if expired else f"ended with {self._child.returncode}",
+            why=why or (f"not ready after {deadline.timeout_s:g} s" if expired else f"ended with {code}"),
         )
 
 

@@ -103,9 +103,9 @@ def back(link: Link, seen: int = 0) -> Link:
 
 def test_a_new_session_is_welcomed(house: House) -> None:
     link = Link(house)
-    assert link.read() == [[0, Status.OK, [native.VERSION, b"server", b"session 1", GRACE_S, False, True]]]
+    assert link.read() == [[0, Status.OK, [native.VERSION, b"server", b"session 1", GRACE_S, False, True, True]]]
     again = back(link)
-    assert again.read() == [[0, Status.OK, [native.VERSION, b"server", b"session 1", GRACE_S, True, True]]]
+    assert again.read() == [[0, Status.OK, [native.VERSION, b"server", b"session 1", GRACE_S, True, True, True]]]
 
 
 def test_an_unknown_version_is_refused_and_told_why(house: House) -> None:

@@ -43,6 +43,7 @@ def _grace(ctx: click.Context, param: click.Parameter, value: float) -> float:
 @click.option("--host", "hosts", multiple=True, help="Address or name to listen on; may be repeated.  [127.0.0.1]")
 @click.option("--port", type=click.IntRange(0, 65535), help=f"Port to listen on; 0 takes a free one.  [{DEFAULT_PORT}]")
 @click.option("--fd", "fds", type=click.IntRange(0), multiple=True, help="Descriptor of a bound socket to listen on.")
+@click.option("--engine", metavar="URL", help="Keep the state in etcd: etcd://host:2379,host:2379/space.  [in memory]")
 @click.option("--url-file", type=click.Path(dir_okay=False), help="Write tcp://host:port to this file once it serves.")
 @click.option(
     "--max-memory", callback=_size, default="4G", show_default=True, help="All that clients may make it hold."
@@ -79,7 +80,7 @@ def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **op
     """Serve a store that rallypoint and PyTorch programs can use, until SIGTERM or Ctrl-C.
 
     PyTorch's protocol, our own and HTTP (/healthz, /, /statistics) share the one port. It binds exactly the addresses
-    asked for.
+    asked for. With --engine it is a gateway: any number of them, on the same cluster and space, are one store.
     """
     from rallypoint.server.process import serve
 

@@ -20,12 +20,24 @@ from rallypoint.core.native import (
     Hello,
     Request,
     Status,
+    Watch,
     Welcome,
     frame,
     unpack_length,
 )
 from rallypoint.core.records import Event
-from rallypoint.errors import LimitExceeded, NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
+from rallypoint.errors import (
+    EtcdRefused,
+    LimitExceeded,
+    NoQuorum,
+    NotAnInteger,
+    RallypointError,
+    ServerRestarted,
+    SessionLost,
+    StoreError,
+    StoreFull,
+    Unsupported,
+)
 
 __all__ = ["Client", "Reply", "error_of"]
 
@@ -55,7 +67,7 @@ class Reply(Struct, array_like=True, frozen=True, gc=False):
 _decode = msgspec.msgpack.Decoder(Reply).decode
 
 
-def error_of(reply: Reply, store: str) -> StoreError:
+def error_of(reply: Reply, store: str) -> RallypointError:
     """Make the error that a server answered with."""
     try:
         kind, fields = reply.result
@@ -66,10 +78,8 @@ def error_of(reply: Reply, store: str) -> StoreError:
         return StoreError(f"{store} refused: {reply.result}")
 
 
-_ERRORS: dict[str, type[StoreError]] = {
-    "LimitExceeded": LimitExceeded,
-    "NotAnInteger": NotAnInteger,
-    "StoreFull": StoreFull,
+_ERRORS: dict[str, type[RallypointError]] = {
+    kind.__name__: kind for kind in (EtcdRefused, LimitExceeded, NoQuorum, NotAnInteger, StoreFull, Unsupported)
 }
 
 
@@ -93,6 +103,8 @@ class Client:
         """What the next request will be numbered."""
 
         self._open: dict[int, bytes] = {}
+        self._watches: dict[int, tuple[bytes, int]] = {}  # what they watch, and up to which revision that was seen
+        self._again: set[int] = set()  # watches that were asked for again, for the session has moved
         self._pushes_seen = 0
         self._unconfirmed = 0
 
@@ -116,7 +128,17 @@ class Client:
             raise ServerRestarted(peer=peer, why="its identity is another, and so is what it stores")
         self.server, self._session = welcome.server, welcome.session
         self.hosts_objects = welcome.hosts_objects
+        if not welcome.kept_watches:
+            self._watch_again()
         return welcome.grace_s
+
+    def _watch_again(self) -> None:
+        """Ask another server for the changes that have not come."""
+        for number, (prefix, revision) in self._watches.items():
+            if revision >= 0 and (number not in self._open or number in self._again):
+                self._open[number] = frame(Watch(number, prefix, revision))
+                self._again.add(number)
+        self._open = dict(sorted(self._open.items()))
 
     def repeat(self) -> bytes:
         """Return, after a resumption, all requests that were not answered, as they were."""
@@ -131,6 +153,10 @@ class Client:
             sent = request + self.confirm() if kind is Drop else self.confirm() + request
         self.number = number + 1
         self._open[number] = request
+        if kind is Watch:
+            self._watches[number] = (arguments[0], -1)
+        elif kind is Drop and self._watches:
+            self._watches.pop(arguments[0], None)
         return sent
 
     @property
@@ -175,6 +201,10 @@ class Client:
 
     def expects(self, reply: Reply) -> bool:
         """Say whether a reply is new; a cut may make answers and pushes come twice."""
+        if reply.number in self._again:  # nobody waits for that
+            self._again.discard(reply.number)
+            self._open.pop(reply.number, None)
+            return False
         return reply.number in self._open if reply.number else reply.status > self._pushes_seen
 
     def settle(self, reply: Reply) -> None:
@@ -183,9 +213,15 @@ class Client:
             self._open.pop(reply.number, None)
             if isinstance(reply.result, bytes):  # an item, which goes back to its queue if we die unconfirmed
                 self._unconfirmed += CONFIRM_EVERY
+            elif reply.number in self._watches and isinstance(reply.result, int):
+                self._watches[reply.number] = (self._watches[reply.number][0], reply.result)
         else:
             self._pushes_seen = reply.status
+            number, event = reply.event()
+            if number in self._watches:
+                self._watches[number] = (self._watches[number][0], event.revision)
 
     def forget(self, number: int) -> None:
         """Take a request off the list of those to repeat."""
         self._open.pop(number, None)
+        self._watches.pop(number, None)

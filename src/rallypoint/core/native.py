@@ -99,6 +99,9 @@ class Welcome(Struct, array_like=True):
     hosts_objects: bool = True
     """Whether it carries out `Act`; where not, the members of a shared object host it."""
 
+    kept_watches: bool = True
+    """Whether it knows the watches of a session that is resumed; where not, they have to be asked for again."""
+
 
 class Request(Struct, array_like=True, gc=False):
     """One request; all but those in `READS` must not happen twice."""
@@ -211,7 +214,10 @@ class Unlease(Request, tag=21):
 
 
 class Watch(Request, tag=22):
+    """Answered by the revision after which it begins, or nil. One that is asked for again begins after the last seen."""
+
     prefix: Key
+    after: int = -1
 
 
 class Drop(Request, tag=23):

@@ -1,4 +1,4 @@
-"""Sessions as the server sees them, wherever they are kept: here (`core/caller.py`) or in etcd (`gateway_caller.py`)."""
+"""Sessions as the server sees them, wherever they are: here (`core/caller.py`) or in etcd (`gateway_caller.py`)."""
 
 from __future__ import annotations
 

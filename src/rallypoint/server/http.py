@@ -37,7 +37,7 @@ td {{ padding-right: 2em }}</style>
 <p>A store where the processes of a distributed job find each other and wait for each other.
 PyTorch programs reach it as a TCPStore at this same address and port.
 This is version {version}, process {pid}.</p>
-<table>{rows}</table>
+{engine}<table>{rows}</table>
 <h2>Here now</h2>
 <ul>{clients}</ul>
 """
@@ -148,4 +148,12 @@ def _page(facts: dict[str, Any]) -> str:
     if facts["more_clients"]:
         clients.append(f"and {facts['more_clients']} more")
     items = "".join(f"<li>{html.escape(client)}</li>" for client in clients)
-    return _PAGE.format(version=facts["version"], pid=facts["pid"], rows=rows, clients=items)
+    return _PAGE.format(version=facts["version"], pid=facts["pid"], engine=_engine(facts), rows=rows, clients=items)
+
+
+def _engine(facts: dict[str, Any]) -> str:
+    """Say where the state is, if not here, and whether it can be had."""
+    if "engine" not in facts:
+        return ""
+    trouble = f" It does not answer now: {facts['trouble']}" if facts["trouble"] else ""
+    return "<p>" + html.escape(f"The state is in {facts['engine']}.{trouble}") + "</p>\n"

@@ -15,15 +15,19 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from rallypoint import net
+from rallypoint.errors import RallypointError
+from rallypoint.etcd.address import Address
 from rallypoint.server.house import House
 from rallypoint.server.settings import Settings
+from rallypoint.spawn import WHY_NOT
+from rallypoint.store.url import parse_url
 
 __all__ = ["main", "serve"]
 
@@ -34,23 +38,59 @@ FILES_KEPT = 64
 """How many descriptors the server keeps for itself, and for those whom it accepts only to turn them away."""
 
 PARENT_POLL_S = 0.5
+REACH_S = 10.0
+"""How long etcd may take to answer when a gateway starts."""
 
 
 def main() -> None:
     """Run as the child of a `Server`, told what to do by JSON in the second argument."""
     logging.basicConfig(format="rallypoint server: %(message)s", level=logging.WARNING)
-    serve(msgspec.json.decode(sys.argv[2], type=Settings))
+    settings = msgspec.json.decode(sys.argv[2], type=Settings)
+    try:
+        serve(settings)
+    except (RallypointError, ValueError) as error:
+        if settings.ready_fd is None:
+            raise
+        with contextlib.suppress(OSError):  # it is closed once the server is ready
+            os.write(settings.ready_fd, f"{WHY_NOT}{' '.join(str(error).split())}\n".encode())
+        sys.exit(1)
 
 
 def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once clients get in.
 
-    Raises AddressTaken or ValueError when the sockets cannot be had.
+    Raises AddressTaken or ValueError when the sockets cannot be had, NoQuorum when the engine is etcd, and silent.
     """
     most = max(1, net.raise_file_limit(FILES_WANTED) - FILES_KEPT)
     settings = msgspec.structs.replace(settings, max_connections=min(settings.max_connections or most, most))
+    house = _house(settings)
     sockets = [net.adopt(fd) for fd in settings.fds] or net.listen(settings.hosts, settings.port)
-    _run(_serve(settings, sockets, ready))
+    _run(_serve(house, settings, sockets, ready))
+
+
+def _house(settings: Settings) -> Callable[[], House]:
+    """Return what makes the server; raise ValueError where its engine cannot be."""
+    if settings.engine is None:
+        return lambda: House(settings)
+    address = _engine(settings.engine)
+    try:
+        from rallypoint.etcd.space import Space
+    except ImportError as error:
+        why = f"engine {address.name} needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
+        raise ValueError(why) from None
+    from rallypoint.server.gateway import LEASE_S, Gateway
+
+    def connect() -> Awaitable[Space]:
+        return Space.connect(address, f"gateway {net.caller_name()}", REACH_S, settings.grace_s + LEASE_S)
+
+    return lambda: Gateway(settings, connect)
+
+
+def _engine(url: str) -> Address:
+    parsed = parse_url(url)
+    if parsed.scheme != "etcd" or parsed.prefix:
+        raise ValueError(f"engine {url!r} is not a store in etcd: give etcd://host:2379,host:2379/space")
+    return parsed.etcd()
 
 
 def _run(main: Coroutine[Any, Any, None]) -> None:
@@ -67,8 +107,10 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
         loop.close()
 
 
-async def _serve(settings: Settings, sockets: list[socket.socket], ready: Callable[[str], None]) -> None:
-    house, stop = House(settings), asyncio.Event()
+async def _serve(
+    make: Callable[[], House], settings: Settings, sockets: list[socket.socket], ready: Callable[[str], None]
+) -> None:
+    house, stop = make(), asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)
     if settings.parent_pid is None:

@@ -29,6 +29,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     url_file: str | None = None
     """A file to write the server's URL to once it listens; removed when it ends."""
 
+    engine: str | None = None
+    """Where the state is: None for this process, or the URL of a store in etcd."""
+
     ready_fd: int | None = None
     """A descriptor to write the URL to once it listens."""
 
