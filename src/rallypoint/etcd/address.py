@@ -1,4 +1,4 @@
-"""The address of a store in etcd: `etcd://HOST[:PORT],HOST[:PORT],…/SPACE?ca=…&cert=…&key=…&user=…&password=…`."""
+"""The address of a store in etcd: `etcd://HOST[:PORT],HOST[:PORT],…/SPACE?ca=…&cert=…&key=…&user=…&password=…&run=…`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Access(NamedTuple):
     password: str = ""
 
 
-OPTIONS = Access._fields
+OPTIONS = (*Access._fields, "run")
 """What can be said after the question mark."""
 
 
@@ -35,6 +35,8 @@ class Address(NamedTuple):
     endpoints: tuple[str, ...]
     space: str
     access: Access
+    run: str = ""
+    """The run that this is part of: what is stored is gone when nobody of it is left (`etcd/run.py`)."""
 
     @property
     def name(self) -> str:
@@ -51,4 +53,5 @@ def parse(place: str, space: str, options: dict[str, str]) -> Address:
         raise ValueError("a certificate and its key come together: give both cert= and key=")
     if bool(options.get("user")) != bool(options.get("password")):
         raise ValueError("give both user= and password=")
-    return Address(endpoints, space.strip("/") or DEFAULT_SPACE, Access(**options))
+    access = Access(**{name: value for name, value in options.items() if name != "run"})
+    return Address(endpoints, space.strip("/") or DEFAULT_SPACE, access, options.get("run", ""))

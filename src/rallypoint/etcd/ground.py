@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from rallypoint.core.records import show
 from rallypoint.deadline import Deadline
-from rallypoint.errors import EtcdRefused
+from rallypoint.errors import EtcdRefused, SessionLost
 from rallypoint.etcd import messages
 from rallypoint.etcd.answers import KV, Found, Result
 from rallypoint.etcd.batch import Reads, Writes
@@ -28,7 +28,8 @@ from rallypoint.etcd.client import Client, LeaseGone, Refusal
 from rallypoint.etcd.keeper import Keeper
 from rallypoint.etcd.layout import Layout, Parts, pack, unpack
 from rallypoint.etcd.messages import Compare, Op, Txn
-from rallypoint.etcd.session import Mark
+from rallypoint.etcd.run import RunLease
+from rallypoint.etcd.session import Mark, Session
 from rallypoint.etcd.watcher import Watcher
 
 __all__ = ["PART_BYTES", "Decision", "Ground", "Seen", "Ties", "as_seen", "dated", "one_of", "only"]
@@ -71,6 +72,7 @@ class Ties:
         self.writes = Writes(client)
         self.watcher = Watcher(client)
         self.keeper = Keeper(client, by, ttl_s, patience_s)
+        self.run: RunLease | None = None
 
     async def close(self) -> None:
         """Let go of everything; sessions are not ended by this."""
@@ -87,10 +89,12 @@ class Ground:
         self.name = ties.client.name
         self.layout = Layout(prefix)
         self.patience_s = ties.patience_s
-        self.lease = 0
-        """The lease that all values are written under: 0, or that of a run."""
-
         self._loose: set[asyncio.Future[Any]] = set()
+
+    @property
+    def lease(self) -> int:
+        """The lease that all values are written under: 0, or that of a run."""
+        return 0 if self.ties.run is None else self.ties.run.lease
 
     # Changes
 
@@ -135,7 +139,7 @@ class Ground:
         try:
             result, repeated = await self.ties.writes.commit(txn, deadline)
         except LeaseGone:
-            raise mark.session.end_of_it() from None
+            raise await self._lease_gone(mark.session) from None
         except Refusal as error:
             raise EtcdRefused(store=self.name, key=show(key), why=error.why) from None
         except BaseException:
@@ -146,6 +150,12 @@ class Ground:
         elif repeated:
             mark.doubtful = True
         return result
+
+    async def _lease_gone(self, session: Session) -> SessionLost:
+        """Return the error for a change whose lease has ended: that of the session, or that of the run."""
+        if self.ties.run is not None and (await self.look([messages.get(session.place)]))[0].kvs:
+            return self.ties.run.end_of_it()
+        return session.end_of_it()
 
     def loosely(self, work: Awaitable[Any]) -> None:
         """See work through that nobody waits for."""
@@ -185,7 +195,7 @@ class Ground:
             try:
                 await self.ties.writes.commit(Txn([session.ours()], [write]), Deadline(self.patience_s))
             except LeaseGone:
-                raise session.end_of_it() from None
+                raise await self._lease_gone(session) from None
             except Refusal as error:
                 raise EtcdRefused(store=self.name, key=show(key), why=error.why) from None
         last = [messages.put(name, b"", lease, keep_value=True) for name in names]

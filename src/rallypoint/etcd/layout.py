@@ -10,6 +10,7 @@
     PREFIX/l/SESSION/LANE        the number and the answer of the last request that used this lane
     PREFIX/w/SESSION/ID          what is to be undone when that session has died: the counter of a barrier
     PREFIX/executor              the session that sees to that
+    PREFIX/r/RUN                 the lease of a run, on which all hangs that it stores
 
 KEY begins with a slash, as PyTorch's clients write it. A zero byte in the name of a queue or of a large value is
 written as `\\0\\xff`, so that no name is the beginning of another's.
@@ -150,6 +151,10 @@ class Layout:
     def addition(self, key: bytes, lane: bytes) -> bytes:
         """Return where an addition waits that will be answered in a lane."""
         return self.additions(key)[0] + lane[len(self.lanes) :].replace(b"/", b".")
+
+    def run(self, name: str) -> bytes:
+        """Return where the lease of a run is written down."""
+        return self.base + b"r/" + name.encode()
 
     def all_sessions(self) -> Range:
         """Return where all sessions are."""

@@ -21,6 +21,7 @@ from rallypoint.etcd.ground import PART_BYTES, Decision, Seen, Ties, as_seen
 from rallypoint.etcd.layout import pack
 from rallypoint.etcd.messages import Compare, Txn
 from rallypoint.etcd.queues import Queues
+from rallypoint.etcd.run import RunLease
 from rallypoint.etcd.session import Mark, Session
 from rallypoint.etcd.watcher import Feed
 
@@ -46,14 +47,19 @@ class Space(Queues, Counters):
     async def connect(cls, address: Address, by: str, timeout_s: float, ttl_s: float = TTL_S) -> Space:
         """Find a cluster; raise NoQuorum where it does not answer in time."""
         client = Client(address.endpoints, address.access, address.name)
+        deadline = Deadline(timeout_s)
         try:
-            cluster = await client.prefer_leader(Deadline(timeout_s))
+            cluster = await client.prefer_leader(deadline)
+            space = cls(Ties(client, cluster, by, ttl_s, min(timeout_s, PATIENCE_S)), address.space)
+            if address.run:
+                place = space.layout.run(address.run)
+                space.ties.run = await RunLease.join(client, space.ties.keeper, place, address.run, deadline)
         except BaseException as error:
             await client.close()
             if isinstance(error, Refusal):
                 raise EtcdRefused(store=address.name, key=address.space, why=error.why) from None
             raise
-        return cls(Ties(client, cluster, by, ttl_s, min(timeout_s, PATIENCE_S)), address.space)
+        return space
 
     def below(self, prefix: str) -> Space:
         """Return the store under a further prefix."""

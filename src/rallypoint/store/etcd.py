@@ -189,6 +189,8 @@ class EtcdBackend(Backend):
                 try:
                     return await change(mark)
                 except SessionLost:
+                    if not session.lost.is_set():  # what was lost is the run
+                        raise
                     self._forget(session)
                     if mark.doubtful:
                         raise
@@ -305,13 +307,14 @@ class EtcdStore(Store):
         key: str = "",
         user: str = "",
         password: str = "",
+        run: str = "",
     ) -> None:
         place = endpoints if isinstance(endpoints, str) else ",".join(endpoints)
-        options = {"ca": ca, "cert": cert, "key": key, "user": user, "password": password}
+        options = {"ca": ca, "cert": cert, "key": key, "user": user, "password": password, "run": run}
         backend = EtcdBackend.connect(parse(place, space, options), seconds(timeout))
         super().__init__(backend, EtcdBackend.root, timeout)
 
     @classmethod
     def at(cls, address: Address, timeout: Timeout) -> EtcdStore:
         """Open the store at an address."""
-        return cls(address.endpoints, address.space, timeout=timeout, **address.access._asdict())
+        return cls(address.endpoints, address.space, timeout=timeout, run=address.run, **address.access._asdict())
