@@ -6,13 +6,17 @@ is. A place opens as many handles as one likes; `url` is for other processes, or
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import itertools
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.etcd.fixtures import etcd_space, shared_cluster
+from tests.wire import http
 
 from rallypoint import FileStore, HashStore, PrefixStore, Server, Store, TCPStore, connect
 
@@ -81,6 +85,35 @@ def etcd_world(_: Path) -> Iterator[Callable[[], Place]]:
     yield fresh
 
 
+@functools.cache
+def shared_gateway() -> Server:
+    """Return the gateway that all tests of this process share."""
+    server = Server(engine=etcd_space(shared_cluster()))
+    atexit.register(server.close)
+    return server
+
+
+@contextlib.contextmanager
+def gateway_world(_: Path) -> Iterator[Callable[[], Place]]:
+    """One gateway for all tests: every place is another door of it."""
+    address = ("127.0.0.1", shared_gateway().port)
+    name = f"/doors/{next(_worlds)}"
+    rounds = itertools.count(1)
+
+    def fresh() -> Place:
+        answer = http(address, f"PUT {name}/{next(rounds)} HTTP/1.0\r\n\r\n".encode())
+        port = json.loads(answer.partition(b"\r\n\r\n")[2])["port"]
+        return Place(lambda: TCPStore("127.0.0.1", port), f"tcp://127.0.0.1:{port}")
+
+    try:
+        yield fresh
+    finally:
+        http(address, f"DELETE {name} HTTP/1.0\r\n\r\n".encode())
+
+
+_worlds = itertools.count(1)
+
+
 def prefixed(kind: Kind) -> Kind:
     """Return the same kind, seen through a prefix."""
 
@@ -103,8 +136,9 @@ BARE = [
     Kind("file", file_world, shared=True),
     Kind("tcp", tcp_world, shared=True),
     Kind("etcd", etcd_world, shared=True, needs="etcd"),
+    Kind("gateway", gateway_world, shared=True, needs="etcd"),
 ]
 KINDS = [*BARE, prefixed(BARE[0])]
 """What most tests run on: a prefix is one and the same view of all kinds."""
 
-EVERY_VIEW = [*BARE, *map(prefixed, BARE)]
+EVERY_VIEW = [*BARE, *map(prefixed, BARE[:-1])]

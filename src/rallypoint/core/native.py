@@ -214,7 +214,7 @@ class Unlease(Request, tag=21):
 
 
 class Watch(Request, tag=22):
-    """Answered by the revision after which it begins, or nil. One that is asked for again begins after the last seen."""
+    """Answered by the revision after which it begins, or nil. Asked for again, it begins after the last one seen."""
 
     prefix: Key
     after: int = -1
