@@ -2,7 +2,8 @@
 
 The endpoint is a rallypoint server that runs already, or else the node whose address that is starts one, which outlives
 the agent. Workers get as MASTER_ADDR and MASTER_PORT a door of that server (`server/doors.py`), so that each round has
-a store of its own that dies with no worker and no agent.
+a store of its own that dies with no worker and no agent. The endpoint may also be a store in etcd, `etcd://a:2379,b:2379/space`;
+then every agent starts a gateway to that on loopback, and workers get a door of their own node's.
 
 torchrun calls `shutdown` when an agent ends, whatever came of it, and its own handlers then close the rendezvous for
 all. Here it is leaving: other nodes go on, and form another round. It closes the run only where all agents of the round
@@ -112,16 +113,14 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         self._run_id = params.run_id
         self._read_s = float(options.get("read_timeout", 60))
         self._join_s = float(options.get("join_timeout", 600))
-        endpoint = net.parse_endpoint(params.endpoint, DEFAULT_PORT)
         self._joined = False
         self._round: Round | None = None
         try:
-            self._store = home.find_or_start(endpoint, _flag(options.get("is_host")), self._read_s)
+            self._home = self._open(params, _flag(options.get("is_host")))
         except RallypointError as error:
-            raise RendezvousConnectionError(f"no server at {endpoint}: {error}") from error
-        self._endpoint = net.Endpoint(endpoint.host, self._store.port)
+            raise RendezvousConnectionError(f"no server at {params.endpoint}: {error}") from error
         self._rendezvous = Rendezvous(
-            self._store,
+            self._home.store,
             params.run_id,
             params.min_nodes,
             params.max_nodes,
@@ -131,6 +130,13 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             address=params.local_addr,
             progress=_say,
         )
+
+    def _open(self, params: RendezvousParameters, is_host: bool | None) -> home.Home:
+        if params.endpoint.startswith("etcd://"):
+            return home.on_etcd(params.endpoint, params.run_id, self._read_s)
+        endpoint = net.parse_endpoint(params.endpoint, DEFAULT_PORT)
+        store = home.find_or_start(endpoint, is_host, self._read_s)
+        return home.Home(store, net.Endpoint(endpoint.host, store.port))
 
     def get_backend(self) -> str:
         """Return the name of this back end."""
@@ -154,7 +160,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         log.info("%r: %s", found, found.reason)
         store: Any = RoundStore(found.store, self._rendezvous.changed)
         store.set_timeout(timedelta(seconds=self._read_s))
-        info = RendezvousStoreInfo(self._endpoint.host, door)
+        info = RendezvousStoreInfo(*door)
         return RendezvousInfo(store, found.rank, found.world_size, info)
 
     def is_closed(self) -> bool:
@@ -187,17 +193,19 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             log.warning("could not leave %r: %s", self._rendezvous, error)
             return False
         finally:
-            self._store.close()
+            self._home.close()
         return True
 
-    def _come(self) -> tuple[Round, int]:
+    def _come(self) -> tuple[Round, net.Endpoint]:
         """Join, and open the door of the round; one that is past already is followed by another."""
         deadline = Deadline(self._join_s)
         while True:
             found = self._round = self._join()
             self._joined = True
             try:
-                return found, home.open_door(*self._endpoint, self._run_id, found.scope, self._read_s)
+                server = self._home.server()
+                port = home.open_door(*server, self._run_id, found.scope, self._read_s)
+                return found, net.Endpoint(server.host, port)
             except home.RoundOver as error:
                 if deadline.expired():
                     raise
@@ -220,7 +228,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         """Close the door of the last round, where nobody is left who could use it."""
         status = self._rendezvous.status()
         if self._round is not None and not status.nodes and not status.waiting:
-            home.close_door(*self._endpoint, self._run_id, self._read_s, self._round.scope)
+            home.close_door(*self._home.server(), self._run_id, self._read_s, self._round.scope)
 
 
 def _say(waiting: Waiting) -> None:

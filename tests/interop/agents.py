@@ -113,9 +113,10 @@ def run_agent(command: list[str], output: str) -> int:
 class Cast:
     """The agents of one test, of one or more jobs that train with loop.py."""
 
-    def __init__(self, crew: Crew, place: Path, port: int | None = None) -> None:
-        self._starts_server = port is None
+    def __init__(self, crew: Crew, place: Path, port: int | None = None, endpoint: str = "") -> None:
+        self._starts_server = port is None and not endpoint
         self.port = net.free_port() if port is None else port
+        self.endpoint = endpoint or f"localhost:{self.port}"
         self.agents: list[Agent] = []
         self._crew = crew
         self._place = place
@@ -124,7 +125,7 @@ class Cast:
     def start(self, name: str, options: str, conf: str = "", job: str = "job", command: bool = False) -> Agent:
         """Start an agent of a job; `name` is its node's, unless it begins with an underscore."""
         conf = ",".join(filter(None, [conf, f"node={name}" if name[0] != "_" else ""]))
-        where = f"--rdzv-endpoint=localhost:{self.port} --rdzv-id={job}"
+        where = f"--rdzv-endpoint={self.endpoint} --rdzv-id={job}"
         words = [*QUICK.split(), *where.split(), *options.split(), *([f"--rdzv-conf={conf}"] if conf else [])]
         words += [str(LOOP), str(self._place / f"{job}.step"), str(self.stop_file(job))]
         agent = Agent(name, self._heard)
@@ -226,9 +227,12 @@ class Cast:
 
 
 @contextlib.contextmanager
-def cast(crew: Crew, place: Path, port: int | None = None) -> Iterator[Cast]:
-    """Have a cast for a while; the server is at that port, or is started by the first agent at a free one."""
-    everybody = Cast(crew, place, port)
+def cast(crew: Crew, place: Path, port: int | None = None, endpoint: str = "") -> Iterator[Cast]:
+    """Have a cast for a while; the server is at that port, or is started by the first agent at a free one.
+
+    With another endpoint it is neither.
+    """
+    everybody = Cast(crew, place, port, endpoint)
     try:
         yield everybody
     finally:

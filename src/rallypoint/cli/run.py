@@ -119,8 +119,13 @@ def _endpoint(text: str) -> net.Endpoint:
     return net.parse_endpoint(text.strip(), DEFAULT_PORT)
 
 
-def _url(text: str) -> net.Endpoint:
-    return parse_url(text).endpoint()
+def _url(text: str) -> str:
+    url = parse_url(text)
+    if url.scheme == "etcd":
+        url.etcd()
+    else:
+        url.endpoint()
+    return text
 
 
 def _numbers(text: str) -> tuple[int, ...]:
@@ -176,7 +181,7 @@ def _noted(function: Any) -> Any:
 @_option("module", "-m", is_flag=True, help="SCRIPT is a module.")
 @_option("no-python", is_flag=True, help="SCRIPT is any command.")
 @_option("shutdown-timeout", type=click.FloatRange(0), help="As --grace.")
-@_option("store", ours=True, callback=_checked(_url), help="URL of a server that runs: tcp://host:port.")
+@_option("store", ours=True, callback=_checked(_url), help="URL of a server that runs (tcp://…), or of etcd (etcd://…).")
 @_option("node", ours=True, help="The name of this node, by which it gets its rank back.  [its host name]")
 @_option("restart", ours=True, type=click.Choice(["group", "node", "worker"]), default="group", show_default=True,
          help="Who starts again when a worker fails.")  # fmt: skip

@@ -2,6 +2,9 @@
 
 The server outlives whoever started it, and ends when nobody has been connected for a while. Of several processes that
 could start it, the one that binds the port does.
+
+Where the store is etcd, every node has a server of its own instead, a gateway on loopback, for its workers: PyTorch's
+clients know one address and never come again, so theirs must not be on another machine that may be lost.
 """
 
 from __future__ import annotations
@@ -17,10 +20,13 @@ from typing import Any
 from rallypoint import net
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
+from rallypoint.spawn import Server
 from rallypoint.store import master
+from rallypoint.store.base import Store
 from rallypoint.store.tcp import TCPStore
+from rallypoint.store.url import connect
 
-__all__ = ["RoundOver", "close_door", "find_or_start", "is_loopback", "open_door", "to_bind"]
+__all__ = ["Home", "RoundOver", "close_door", "find_or_start", "is_loopback", "on_etcd", "open_door", "to_bind"]
 
 OUTLIVE_S = 10.0
 """How long a server that we started lives with nobody connected."""
@@ -31,6 +37,54 @@ ATTEMPT_S = 10.0
 
 class RoundOver(MeetingError):
     """The door of a later round is open."""
+
+
+class Home:
+    """The store in which the nodes of a run meet, and the server that this node's workers use."""
+
+    def __init__(self, store: Store, server: net.Endpoint) -> None:
+        self.store = store
+        self._server = server
+
+    def server(self) -> net.Endpoint:
+        """Return where the server is."""
+        return self._server
+
+    def close(self) -> None:
+        """Be here no more."""
+        self.store.close()
+
+
+class _Gatehouse(Home):
+    """A store in etcd, and a gateway to it, which is started again if it has died."""
+
+    def __init__(self, url: str, timeout_s: float) -> None:
+        self._url = url
+        self._gateway = Server(engine=url)
+        try:
+            super().__init__(connect(url, timeout_s), net.Endpoint("127.0.0.1", self._gateway.port))
+        except BaseException:
+            self._gateway.close()
+            raise
+
+    def server(self) -> net.Endpoint:
+        if not self._gateway.running():
+            self._gateway.close()
+            self._gateway = Server(engine=self._url)
+            self._server = net.Endpoint("127.0.0.1", self._gateway.port)
+        return self._server
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            self._gateway.close()
+
+
+def on_etcd(url: str, run: str, timeout_s: float) -> Home:
+    """Open a store in etcd for a run, with a gateway of this node's own; what the run stores goes with it."""
+    joined = "&" if "?" in url else "?"
+    return _Gatehouse(f"{url}{joined}run={urllib.parse.quote(run, safe='')}", timeout_s)
 
 
 def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float) -> TCPStore:

@@ -1,7 +1,7 @@
 """Where a node meets the others of its run: the server, the rendezvous, and the board on which they write.
 
 The server is that of --store, which runs; or that of an endpoint, which whoever has the address starts, and which
-outlives them all; or, for a node that is alone, a child on a free port.
+outlives them all; or, for a node that is alone, a child on a free port. Where --store is etcd, it is a gateway to that.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class Meeting:
         self._members: list[str] = []
         self._suspects: set[str] = set()
         self._round: Round | None = None
-        self._store, host = self._open(stack)
-        stack.callback(self._store.close)
-        self._server = net.Endpoint(host, self._store.port)
-        self.board = Board(self._store, job.run_id, bell.ring)
+        self._home = self._open(stack)
+        stack.callback(self._home.close)
+        self._home.store.set_timeout(READ_S)
+        self.board = Board(self._home.store, job.run_id, bell.ring)
         self.rendezvous = Rendezvous(
-            self._store,
+            self._home.store,
             job.run_id,
             job.min_nodes,
             job.max_nodes,
@@ -72,21 +72,22 @@ class Meeting:
                 self._forgive()
                 try:
                     told = gather(now, self.rendezvous.node, self._job.workers, self.rendezvous.changed.is_set, READ_S)
-                    port = home.open_door(*self._server, self._job.run_id, now.scope, READ_S)
+                    server = self._home.server()
+                    port = home.open_door(*server, self._job.run_id, now.scope, READ_S)
                 except MeetingError as error:
                     self._events.say("rejoin", f"round {now.number} fell apart: {error}")
                     continue
             self._members = [name for name, _ in told]
             return World(
                 run_id=self._job.run_id,
-                url=f"tcp://{self._server}",
+                url=f"tcp://{server}",
                 scope=now.scope,
                 number=now.number,
                 reason=now.reason,
                 members=self._members,
                 node_rank=now.rank,
                 workers=[count for _, count in told],
-                master=net.Endpoint(self._server.host, port),
+                master=net.Endpoint(server.host, port),
                 role=self._job.role,
                 restarts=self.board.restarts(),
                 max_restarts=self._job.rules.budget,
@@ -114,23 +115,26 @@ class Meeting:
         self.rendezvous.close(result, reason)
         self.board.tell()
 
-    def _open(self, stack: contextlib.ExitStack) -> tuple[TCPStore, str]:
+    def _open(self, stack: contextlib.ExitStack) -> home.Home:
         job = self._job
         if job.alone:
             server = stack.enter_context(Server())
-            return TCPStore("127.0.0.1", server.port, timeout=READ_S, wait_for_workers=False), "127.0.0.1"
+            alone = TCPStore("127.0.0.1", server.port, timeout=READ_S, wait_for_workers=False)
+            return home.Home(alone, net.Endpoint("127.0.0.1", server.port))
         url = None if job.store is None else parse_url(job.store)
+        if url is not None and url.scheme == "etcd":
+            with self._bell.interrupting(), self._events.status(lambda: f"etcd does not answer at {url.place} yet"):
+                return home.on_etcd(url.text, job.run_id, job.join_timeout_s)
         endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
         with self._bell.interrupting(), self._events.status(lambda: f"no server answers at {endpoint} yet"):
             store = home.find_or_start(endpoint, False if url else None, job.join_timeout_s)
-        store.set_timeout(READ_S)
-        return store, endpoint.host
+        return home.Home(store, net.Endpoint(endpoint.host, store.port))
 
     def _leave(self) -> None:
         with contextlib.suppress(RallypointError):
             self.board.leave()
             if self.rendezvous.leave() and self._round is not None:
-                home.close_door(*self._server, self._job.run_id, READ_S, self._round.scope)
+                home.close_door(*self._home.server(), self._job.run_id, READ_S, self._round.scope)
                 self.board.clear()
 
     def _why(self) -> str:

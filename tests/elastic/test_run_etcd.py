@@ -1,0 +1,55 @@
+"""`rallypoint run --store etcd://…`: nodes that meet in etcd, each with a gateway of its own; any may be lost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.elastic.runs import Node, Place, gone
+
+pytestmark = pytest.mark.needs("etcd")
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with Place(tmp_path) as made:
+        yield made
+
+
+def start(place: Place, url: str, name: str, *words: str) -> Node:
+    return place.run("--store", url, "--rdzv-id=job", "--node", name, *words)
+
+
+def test_three_nodes_survive_the_loss_of_the_one_that_came_first_with_its_gateway(place: Place, etcd_url: str) -> None:
+    script = place.script("""
+        import rallypoint
+        me = rallypoint.worker()
+        me.store.add("seen", 1)
+        assert sum(map(int, me.exchange().all_gather(me.rank, b"%d" % me.rank))) == sum(range(me.world_size))
+        say("gateway", os.environ["MASTER_PORT"])
+        stay()
+    """)
+    words = ["--nnodes=2:3", "--rdzv-conf=last_call_timeout=1", script]
+    nodes = [start(place, etcd_url, name, *words) for name in ("first", "second", "third")]
+    ports, pids = set(), {}
+    for node in nodes:
+        ports.add(node.until(r"^gateway (\d+)$")[-1][1])
+        found = node.until(r"^up (\d) 3 0 (\d+)$")[-1]
+        pids[int(found[1])] = int(found[2])
+    assert len(ports) == 3, "every node has its own"
+    assert sorted(pids) == [0, 1, 2]
+    nodes[0].signal("SIGKILL")
+    ups = [node.until(r"^up (\d) 2 0 (\d+)$")[-1] for node in nodes[1:]]
+    assert sorted(up[1] for up in ups) == ["0", "1"]
+    assert all("lost first" in node.err for node in nodes[1:])
+    for node in nodes[1:]:
+        node.signal("SIGUSR1")
+    assert [node.end() for node in nodes[1:]] == [0, 0]
+    gone(*pids.values(), *(int(up[2]) for up in ups))
+
+
+def test_an_etcd_that_nobody_reaches_is_named(place: Place) -> None:
+    node = start(place, "etcd://127.0.0.1:1/x", "a", "--rdzv-conf=join_timeout=2", place.script("stay()"))
+    assert node.end() == 1
+    assert "etcd://127.0.0.1:1/x" in node.err and "127.0.0.1:1:" in node.err, node.err
