@@ -32,8 +32,10 @@ BAD = {
 }
 
 
-@pytest.fixture(params=["uvloop", "asyncio"])
+@pytest.fixture(params=["uvloop", "asyncio", pytest.param("gateway", marks=pytest.mark.needs("etcd"))])
 def server(request: pytest.FixtureRequest, start: Start) -> Serving:
+    if request.param == "gateway":
+        return start(engine=request.getfixturevalue("etcd_url"))
     return start(uvloop=request.param == "uvloop")
 
 

@@ -1,8 +1,9 @@
-"""PyTorch's clients on our server: every operation, many processes at once, and nobody notices the difference."""
+"""PyTorch's clients on our server, its state in memory or in etcd: every operation, many processes, no difference."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +14,13 @@ from rallypoint import net
 from .operations import AMPLE, BASIC, EVERYTHING, SOON, TIMEOUTS, Transcript, keys_of, transcribe
 
 pytestmark = pytest.mark.needs("torch")
+
+
+@pytest.fixture(params=["memory", pytest.param("etcd", marks=pytest.mark.needs("etcd"))])
+def server(request: pytest.FixtureRequest) -> Iterator[rallypoint.Server]:
+    engine = request.getfixturevalue("etcd_url") if request.param == "etcd" else None
+    with rallypoint.Server(engine=engine) as server:
+        yield server
 
 
 def client(port: int, **options: Any) -> Any:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from rallypoint import net
 from rallypoint.core.ledger import Ledger
+from rallypoint.deadline import Deadline
 from rallypoint.errors import NetworkError, RallypointError, SessionLost
 from rallypoint.etcd.executor import Executor
 from rallypoint.server.connection import Connection, Face
@@ -46,6 +47,7 @@ log = logging.getLogger("rallypoint.server")
 CLOSE_S = 2.0
 """How long a gateway that ends sees through what it was told."""
 
+LOOK_S = 0.01
 PAUSE_S = 1.0
 LEASE_S = 3.0
 """How much longer than the grace a session lives whose gateway has died."""
@@ -154,8 +156,9 @@ class Gateway(House):
     async def close(self) -> None:
         """Stop listening, hang up on all, see through what was begun, and leave the sessions to other gateways."""
         await super().close()
-        if self._tasks:
-            await asyncio.wait(set(self._tasks), timeout=CLOSE_S if self.lingering else 0)
+        deadline = Deadline(CLOSE_S)
+        while (self.lingering or self._connections) and not deadline.expired():
+            await asyncio.sleep(LOOK_S)
         self.guests.leave()
         for task in set(self._tasks):
             task.cancel()
@@ -239,5 +242,6 @@ class Gateway(House):
             "engine": self.space.name if hasattr(self, "space") else "etcd",
             "trouble": self.trouble,
             "sessions_here": len(self.sessions),
+            "waiting": sum(getattr(connection.face, "waiting", 0) for connection in self._connections),
             "under_way": len(self._tasks),
         }

@@ -60,6 +60,11 @@ class GatewayCaller:
         return self.session.waits_for if self.session is not None else ()
 
     @property
+    def waiting(self) -> int:
+        """How many requests of its session wait for something to come true."""
+        return len(self.session.waits_for) if self.session is not None else 0
+
+    @property
     def held(self) -> int:
         """How many bytes of requests are held that could not be carried out yet."""
         return self._frames.held + self._waiting + (self.session.held if self.session is not None else 0)

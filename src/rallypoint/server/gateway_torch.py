@@ -75,6 +75,11 @@ class GatewayConversation:
         """Whether requests wait until the answers so far have been sent."""
         return bool(self._queue) and self._worker is None
 
+    @property
+    def waiting(self) -> int:
+        """How many of its requests wait for something to come true."""
+        return int(bool(self.waits_for))
+
     def receive(self, data: bytes, now: float = 0.0) -> bytes:
         """Take what came; its answers are sent when they are known. Raises BadMessage, and is of no use after."""
         try:
