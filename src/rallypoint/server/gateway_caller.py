@@ -172,6 +172,9 @@ class GatewaySessions:
         self._gateway = gateway
         self._sessions: dict[bytes, GatewaySession] = {}
         self._entering: dict[bytes, asyncio.Lock] = {}
+        self.beating: dict[GatewaySession, None] = {}
+        """Those that have leases with a heartbeat."""
+
         self._away: dict[GatewaySession, float] = {}  # until when; in that order, for all have the same grace
 
     def __iter__(self) -> Iterator[GatewaySession]:
@@ -252,6 +255,7 @@ class GatewaySessions:
         if self._sessions.get(session.id) is session:
             del self._sessions[session.id]
         self._away.pop(session, None)
+        self.beating.pop(session, None)
         if why and session.link is not None:
             session.link.connection.drop(why)
 
@@ -259,12 +263,14 @@ class GatewaySessions:
         """End the sessions whose grace is over."""
         for session in [session for session, _ in takewhile(lambda away: away[1] <= now, self._away.items())]:
             self.end_soon(session)
-        for session in list(self._sessions.values()):
+        for session in list(self.beating):
             session.expire(now)
+            if session.next_end() == float("inf"):
+                del self.beating[session]
 
     def next_end(self) -> float:
         """Return when the next grace, or the next heartbeat's time, is over; infinity where none is."""
-        beats = min((session.next_end() for session in self._sessions.values()), default=float("inf"))
+        beats = min((session.next_end() for session in self.beating), default=float("inf"))
         return min(beats, next(iter(self._away.values()), float("inf")))
 
     def leave(self) -> None:

@@ -261,6 +261,7 @@ class GatewaySession:
         self._beats.pop(request.key, None)
         if request.ttl_s:
             self._beats[request.key] = (request.ttl_s, time.monotonic() + request.ttl_s)
+            self._gateway.guests.beating[self] = None
 
     async def _unlease(self, asked: _Asked) -> bool:
         key = asked.request.key
