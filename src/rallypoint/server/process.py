@@ -75,7 +75,7 @@ def _house(settings: Settings) -> Callable[[], House]:
     address = _engine(settings.engine)
     try:
         from rallypoint.etcd.space import Space
-    except ImportError as error:
+    except ModuleNotFoundError as error:
         why = f"engine {address.name} needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
         raise ValueError(why) from None
     from rallypoint.server.gateway import LEASE_S, Gateway
