@@ -143,7 +143,9 @@ def _etcd(parsed: StoreURL) -> Store:
     address = parsed.etcd()
     try:
         from rallypoint.store.etcd import EtcdStore
-    except ImportError as error:
-        why = f"etcd:// needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
+    except ModuleNotFoundError as error:
+        if error.name != "grpc":
+            raise
+        why = "etcd:// needs grpcio, which is not installed: pip install 'rallypoint[etcd]'"
         raise ValueError(f"store URL {parsed.text!r}: {why}") from None
     return EtcdStore.at(address, parsed.timeout_s)
