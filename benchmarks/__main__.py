@@ -12,7 +12,19 @@ import time
 import traceback
 from pathlib import Path
 
-from benchmarks import barrier, client, connect, launch, meeting, orientation, recovery, rendezvous, startup, throughput
+from benchmarks import (
+    barrier,
+    client,
+    connect,
+    etcd,
+    launch,
+    meeting,
+    orientation,
+    recovery,
+    rendezvous,
+    startup,
+    throughput,
+)
 from benchmarks.rig import CORES, Missing, pin, say
 from benchmarks.table import table
 
@@ -26,6 +38,7 @@ SUBJECTS = {
     "orientation": orientation,
     "recovery": recovery,
     "launch": launch,
+    "etcd": etcd,
     "startup": startup,
 }
 RESULTS = Path(__file__).with_name("results.md")

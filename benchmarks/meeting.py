@@ -88,12 +88,15 @@ class Members(Crowd):
         acts = [self._acts(name, what, keys, *member) for member in self._members[name]]
         self._arm([functools.partial(_in_a_row, row) for row in acts])
 
-    def _come(self, name: str, port: int) -> list[tuple[int, Any, Any, Any]]:
-        """Connect all members of this process, which take the next free ranks."""
+    def _stores_at(self, name: str, port: int) -> list[Any]:
         make: Callable[[], Any] = functools.partial(connect, port)
         if name != "torch":
             make = functools.partial(rallypoint.TCPStore, "127.0.0.1", port, timeout=PATIENCE)
-        stores = [make() for _ in range(self._size)]
+        return [make() for _ in range(self._size)]
+
+    def _come(self, name: str, port: int) -> list[tuple[int, Any, Any, Any]]:
+        """Connect all members of this process, which take the next free ranks."""
+        stores = self._stores_at(name, port)
         first = stores[0].add("bench/ranks", self._size) - self._size
         if name == "torch":
             return [(first + number, store, None, None) for number, store in enumerate(stores)]

@@ -93,12 +93,15 @@ class Nodes(Crowd):
     def arm_round(self, name: str, port: int, run_id: str) -> None:
         """Bring the nodes before the gate; connect them first, if it is the first time."""
         if name not in self._clients:
-            make = functools.partial(rallypoint.TCPStore, "127.0.0.1", port, timeout=PATIENCE)
-            self._clients[name] = [make() if name == "ours" else connect(port) for _ in range(self._size)]
+            self._clients[name] = self._stores_at(name, port)
         make_node = _torchs if name == "torch" else _ours
         pairs = [make_node(store, run_id, number, self._size) for number, store in enumerate(self._clients[name])]
         self._leave = [leave for _, leave in pairs]
         self._arm([join for join, _ in pairs])
+
+    def _stores_at(self, name: str, port: int) -> list[Any]:
+        make = functools.partial(rallypoint.TCPStore, "127.0.0.1", port, timeout=PATIENCE)
+        return [make() if name == "ours" else connect(port) for _ in range(self._size)]
 
     def part(self) -> None:
         """Let all nodes leave."""
