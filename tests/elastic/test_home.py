@@ -17,6 +17,8 @@ from tests.wire import AMPLE_S, read_line, script, wait_for_end
 import rallypoint
 from rallypoint import AddressTaken, ConnectFailed, MeetingError, net
 from rallypoint.elastic import home
+from rallypoint.server.process import _published
+from rallypoint.server.settings import Settings
 from rallypoint.store import master
 
 FIND = """
@@ -236,3 +238,10 @@ def test_it_ends_when_everybody_has_left(monkeypatch: pytest.MonkeyPatch) -> Non
     pid = about(net.Endpoint("127.0.0.1", store.port))
     store.close()
     wait_for_end(pid)
+
+
+def test_a_server_does_not_mind_that_whoever_started_it_was_killed() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with _published(Settings(ready_fd=writer), "tcp://localhost:1"), pytest.raises(OSError, match="Bad file"):
+        os.fstat(writer)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -32,7 +31,7 @@ class Events:
         self._quiet = quiet
         self._json = as_json
         self._show: Callable[[str], object] = _write_line
-        self._terminal = sys.stderr.isatty() and not as_json and not quiet
+        self._terminal = os.isatty(2) and not as_json and not quiet
 
     @contextlib.contextmanager
     def shown_by(self, show: Callable[[str], object]) -> Iterator[None]:

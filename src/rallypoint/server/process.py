@@ -24,6 +24,7 @@ import msgspec
 from rallypoint import net
 from rallypoint.errors import RallypointError
 from rallypoint.etcd.address import Address
+from rallypoint.server import streams
 from rallypoint.server.house import House
 from rallypoint.server.settings import Settings
 from rallypoint.spawn import WHY_NOT
@@ -44,6 +45,7 @@ REACH_S = 10.0
 
 def main() -> None:
     """Run as the child of a `Server`, told what to do by JSON in the second argument."""
+    streams.fill()
     logging.basicConfig(format="rallypoint server: %(message)s", level=logging.WARNING)
     settings = msgspec.json.decode(sys.argv[2], type=Settings)
     try:
@@ -158,7 +160,8 @@ def _url(sockets: list[socket.socket]) -> str:
 def _published(settings: Settings, url: str) -> Any:
     """Write the URL where it was asked for; a file appears whole, and goes when the server ends."""
     if settings.ready_fd is not None:
-        os.write(settings.ready_fd, url.encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):  # whoever waited for it has been killed
+            os.write(settings.ready_fd, url.encode() + b"\n")
         os.close(settings.ready_fd)
     if settings.url_file is None:
         yield
