@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.wire import AMPLE_S
+from tests.wire import AMPLE_S, until
 
 from rallypoint.elastic import output, stream
 from rallypoint.elastic.output import Feed, Pump, Route, Std, parse_ranks, parse_std, route, worker_dir
@@ -299,6 +299,19 @@ def test_finish_does_not_wait_longer_than_it_was_told() -> None:
         thread.start()
     assert len(screen.close()[0]) == 150_000 + len("[a:0] \n")
     assert feed.finish(0)
+
+
+def test_a_console_that_blocks_is_waited_for_once() -> None:
+    screen = Screen(read=False)
+    feeds = [screen.pump.open(f"a:{rank}", SHOWN, SHOWN) for rank in range(2)]
+    for feed in feeds:
+        subprocess.run([sys.executable, "-c", "print('x' * 150_000)"], stdout=feed.stdout, check=True, timeout=AMPLE_S)
+    assert not feeds[0].finish(0.1) and screen.pump.stuck
+    assert not feeds[1].finish(AMPLE_S) and not screen.pump.close(AMPLE_S), "at once"
+    for thread in screen._threads:
+        thread.start()
+    until(lambda: screen.pump.stuck, lambda stuck: not stuck)
+    assert len(screen.close()[0]) == 2 * (150_000 + len("[a:0] \n"))
 
 
 def test_a_console_that_went_away_does_not_stop_the_worker() -> None:

@@ -19,6 +19,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
+from rallypoint.deadline import Deadline
 from rallypoint.elastic.routes import Route, Std, parse_ranks, parse_std, route, worker_dir
 from rallypoint.elastic.stream import READ_BYTES, Console, Stream, last_lines
 
@@ -48,6 +49,9 @@ class Pump:
         self._selector.register(self._bell[0], selectors.EVENT_READ)
         self._streams: set[Stream] = set()
         self._closing = False
+        self.stuck = False
+        """Whether a console has kept somebody waiting too long, and has not moved since: nobody waits for it again."""
+
         self._thread = threading.Thread(target=self._run, name="output of workers", daemon=True)
         self._thread.start()
 
@@ -77,7 +81,7 @@ class Pump:
         if not self._closing:
             self._closing = True
             self._ask(lambda: self._drain(list(self._streams)))
-        self._thread.join(timeout_s)
+        self._thread.join(0.0 if self.stuck else timeout_s)
         if self._thread.is_alive():
             return False
         for descriptor in self._bell:
@@ -105,6 +109,7 @@ class Pump:
             while self._asked:
                 self._asked.popleft()()
             self._release()
+            self.stuck = False
         self._selector.close()
 
     def _wait_s(self) -> float | None:
@@ -168,8 +173,10 @@ class Feed:
         self.started()
         pump, streams = self._pump, [stream for stream in (self._out, self._err) if stream.reader >= 0]
         pump._ask(lambda: pump._drain(streams))
-        deadline = time.monotonic() + timeout_s
-        return all(stream.done.wait(max(0.0, deadline - time.monotonic())) for stream in (self._out, self._err))
+        deadline = Deadline(0.0 if pump.stuck else timeout_s)
+        done = all(stream.done.wait(deadline.remaining()) for stream in (self._out, self._err))
+        pump.stuck = pump.stuck or (timeout_s > 0 and not done)
+        return done
 
     def tail(self) -> bytes:
         """Return the last that it wrote on its standard error; all of that is there after `finish`."""
