@@ -21,6 +21,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from rallypoint.elastic.card import quoted
 from rallypoint.elastic.failure import Failure
 from rallypoint.errors import RallypointError, StoreTimeout
 from rallypoint.store.base import Lease, Store
@@ -33,15 +34,14 @@ class Board:
 
     def __init__(self, store: Store, run_id: str, ring: Callable[[], object]) -> None:
         self._store = store
-        self._run = f"run:{run_id}/"
+        self._run = f"run:{quoted(run_id)}/"
         self._ring = ring
         self._round: Any = None
         self._presence: Lease | None = None
         self.news = False
         """Whether there is something to look at; whoever looks says False first."""
 
-        watch = store.watch(f"{self._run}news")
-        threading.Thread(target=self._listen, args=(watch,), name="news of a run", daemon=True).start()
+        self._watch("news")
 
     def enter(self, store: Any, node: str) -> None:
         """Take the store of another round, in which this node goes by that name."""
@@ -56,6 +56,11 @@ class Board:
     def gone(self, nodes: Iterable[str]) -> list[str]:
         """Return those of the nodes whose agents have died or left."""
         return sorted(node for node in nodes if not self._store.check([f"{self._run}agent:{node}"]))
+
+    def attend(self) -> None:
+        """Look again now, and whenever an agent goes: the rendezvous tells of a round only that it is over, once."""
+        self._watch("agent:")
+        self.news = True
 
     def tell(self) -> None:
         """Have all agents look."""
@@ -106,6 +111,10 @@ class Board:
     def clear(self) -> None:
         """Leave nothing behind: the last one has left."""
         self._store.delete_prefix(self._run)
+
+    def _watch(self, what: str) -> None:
+        watch = self._store.watch(f"{self._run}{what}")
+        threading.Thread(target=self._listen, args=(watch,), name=f"{what} of a run", daemon=True).start()
 
     def _listen(self, watch: Any) -> None:
         with contextlib.suppress(RallypointError):

@@ -16,7 +16,8 @@ from rallypoint.core.rendezvous import MAX_SETTINGS, MAX_TEXT
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.elastic.home import is_loopback
 
-__all__ = ["address_of", "cut", "has_died", "host_of", "limits", "node_name", "rank", "round_prefix", "settings"]
+__all__ = ["address_of", "cut", "has_died", "host_of", "limits", "node_name", "quoted", "rank", "round_prefix",
+           "settings"]  # fmt: skip
 
 
 def node_name(name: str, what: str = "node") -> str:
@@ -82,8 +83,12 @@ def cut(text: str, what: str) -> str:
 
 def round_prefix(run_id: str, scope: int | str) -> str:
     """Return what the keys of a round begin with; no other run's can."""
-    name = run_id.replace("%", "%25").replace("/", "%2F").replace(":", "%3A")
-    return f"round:{name}:{scope}"
+    return f"round:{quoted(run_id)}:{scope}"
+
+
+def quoted(run_id: str) -> str:
+    """Return the name of a run as a part of a key, so that no key of one run begins like those of another."""
+    return run_id.replace("%", "%25").replace("/", "%2F").replace(":", "%3A")
 
 
 def has_died(other: str) -> bool:
