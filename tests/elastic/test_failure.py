@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -165,6 +166,12 @@ def test_the_error_file_of_torch_is_read(tmp_path: Path) -> None:
         ('{"message": {"message": "m", "extraInfo": {"py_callstack": "Traceback"}}}', "m", "Traceback"),
         ('{"message": {"message": "m", "extraInfo": 3}}', "m", ""),
         ('{"message": {"message": "m", "extraInfo": {"py_callstack": 3}}}', "m", ""),
+        ('{"message": {"message": "m", "extraInfo": {"timestamp": "nan"}}}', "m", ""),
+        (
+            r'{"message": "\ud800 \u001b[31mred\u001b[0m \u0007\u001b]0;title\u009b"}',
+            r"\ud800 red \x07\x1b]0;title\x9b",
+            "",
+        ),
     ],
 )
 def test_shapes_of_an_error_file(tmp_path: Path, text: str, message: str, traceback: str) -> None:
@@ -173,12 +180,60 @@ def test_shapes_of_an_error_file(tmp_path: Path, text: str, message: str, traceb
     assert (found.message, found.traceback) == (message, traceback)
 
 
-@pytest.mark.parametrize("text", [None, "", "{", "[]", "3", "{}", '{"message": {}}', "[" * 100_000, "\udcff"])
+@pytest.mark.parametrize(
+    "text", [None, "", "{", "[]", "3", "{}", '{"message": {}}', '{"message": null}', "[" * 100_000, "\udcff"]
+)
 def test_an_error_file_that_says_nothing_is_passed_over(tmp_path: Path, text: str | None) -> None:
     if text is not None:
         (tmp_path / "error.json").write_text(text, errors="surrogateescape")
     found = made(stderr=ran("raise ValueError('boom')"), error_file=tmp_path / "error.json")
     assert found.message == "ValueError: boom"
+
+
+def test_an_error_file_that_is_no_file_is_passed_over(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "error.json")
+    assert made(3, error_file=tmp_path / "error.json").message == "exit code 3"
+
+
+def test_what_a_terminal_would_obey_is_shown_and_colours_are_not() -> None:
+    found = made(stderr=b"\x1b[31mred\x1b[0m\x1b[2J\x07\n" + ran("raise ValueError('\x1b[2Jboom')"))
+    assert found.stderr[0] == r"red\x1b[2J\x07" and found.message == r"ValueError: \x1b[2Jboom"
+    assert report(found).replace("\n", "").isprintable() and "\x1b" not in found.encode()
+
+
+# Who was first
+
+
+def recorded(
+    tmp_path: Path, name: str, second: object = None, written_at: float = 0.0, code: int | None = 1
+) -> Failure:
+    """Return the failure of one that wrote an error file then."""
+    path = tmp_path / name
+    more = {} if second is None else {"timestamp": second}
+    path.write_text(json.dumps({"message": {"message": name, "extraInfo": more}}))
+    os.utime(path, (written_at, written_at))
+    return made(code, error_file=path)
+
+
+def test_an_error_file_says_when(tmp_path: Path) -> None:
+    for second, written_at, when in (
+        (None, 7.5, 7.5),
+        ("7", 7.5, 7.5),
+        (7, 99.0, 8.0),
+        ("7", 3.0, 7.0),
+        ("x", 7.5, 7.5),
+    ):
+        assert recorded(tmp_path, "a", second, written_at).recorded_at == when
+    assert made().recorded_at == 0
+
+
+def test_who_recorded_an_error_first_was_first_even_if_slow_to_end(tmp_path: Path) -> None:
+    slow, quick = recorded(tmp_path, "slow", "7", 7.25, None), recorded(tmp_path, "quick", "7", 7.5, 6)
+    assert (slow.code, slow.how) == (1, "an error on record, and still on its way out")
+    assert failure.earliest(quick, [slow]) is slow is failure.earliest(slow, [quick])
+    killed = made(-9)
+    assert failure.earliest(killed, [slow, quick]) is killed, "who was killed recorded nothing, and was nobody's victim"
+    assert failure.earliest(quick, [killed]) is quick
 
 
 # The report

@@ -11,8 +11,10 @@ A report shows the first failure with all of that, and folds under it what other
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Mapping, Sequence
 from datetime import datetime, timezone
@@ -24,7 +26,7 @@ import msgspec
 from rallypoint.elastic.stream import last_lines
 from rallypoint.elastic.workers import describe_exit
 
-__all__ = ["ERROR_FILE", "Failure", "Failures", "failure_of", "read", "report", "write"]
+__all__ = ["ERROR_FILE", "Failure", "Failures", "earliest", "failure_of", "read", "report", "write"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable that tells a worker where to write its error."""
@@ -40,6 +42,7 @@ RULE = "=" * 80
 
 _HEADER = re.compile(r"(?P<prefix>.*?)(Traceback \(most recent call last\):|Fatal Python error: .*)$")
 _LINK = re.compile(r"(During handling of the above exception|The above exception was the direct cause)")
+_UNFIT = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 _SYNTAX = re.compile(r'  File ".*", line \d+$')
 
 
@@ -59,6 +62,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     message: str
     traceback: str = ""
     stderr: tuple[str, ...] = ()
+    recorded_at: float = 0.0
+    """When it wrote its error file, in seconds by the clock of its host; 0 if it wrote none."""
 
     def encode(self) -> str:
         """Return it as JSON."""
@@ -95,32 +100,46 @@ def failure_of(
     rank: int,
     local_rank: int,
     pid: int,
-    code: int,
+    code: int | None,
     at: datetime,
     stderr: bytes = b"",
     error_file: Path | None = None,
 ) -> Failure:
-    """Put together what is known of a worker that ended; `stderr` is the last that it wrote there."""
-    how = describe_exit(code)
+    """Put together what is known of a worker that ended; `stderr` is the last that it wrote there.
+
+    `code` is None for one that wrote its error file and has not ended yet: Python would end it with 1.
+    """
+    how = "an error on record, and still on its way out" if code is None else describe_exit(code)
     told = _told(error_file)
     if told is None:
         found = _last_traceback(stderr.decode(errors="replace"))
-        told = _Cause(found.message if code > 0 else "", found.traceback)
+        told = _Cause(found.message if (code or 0) > 0 else "", found.traceback)
     lines = last_lines(stderr)
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "") if code > 0 else ""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "") if (code or 0) > 0 else ""
     return Failure(
         node=node,
         host=host,
         rank=rank,
         local_rank=local_rank,
         pid=pid,
-        code=code,
+        code=1 if code is None else code,
         how=how,
         at=at.astimezone(timezone.utc).isoformat(timespec="milliseconds"),
         message=_cut(told.message or last or how),
         traceback=_cut(told.traceback),
         stderr=tuple(map(_cut, lines)),
+        recorded_at=told.at,
     )
+
+
+def earliest(ended: Failure, others: Sequence[Failure]) -> Failure:
+    """Return who failed first, of one whose end was seen first and others of its host.
+
+    That is the one whose end was seen, unless it wrote an error file later than another: who is slow to end after that
+    may be why the others failed. One that wrote no file died at once, of a signal perhaps, and of nobody else.
+    """
+    recorded = [other for other in others if other.recorded_at and ended.recorded_at]
+    return min([ended, *recorded], key=lambda failure: failure.recorded_at)
 
 
 def report(first: Failure, others: Sequence[Failure] = ()) -> str:
@@ -171,19 +190,38 @@ def read(directory: Path) -> Failures:
 class _Cause(NamedTuple):
     message: str
     traceback: str
+    at: float = 0.0
 
 
 def _told(path: Path | None) -> _Cause | None:
     """Return what a script wrote about its own error, None where it did not, or nothing that can be read."""
     try:
-        with open(path or os.devnull, "rb") as file:
-            told = json.loads(file.read(MAX_ERROR_FILE))["message"]
+        with open(path or os.devnull, "rb", opener=_at_once) as file:
+            facts = os.fstat(file.fileno())
+            told = json.loads(file.read(MAX_ERROR_FILE) if stat.S_ISREG(facts.st_mode) else b"")["message"]
         inner = told if isinstance(told, Mapping) else {"message": told}
         more = inner.get("extraInfo")
-        stack = more.get("py_callstack") if isinstance(more, Mapping) else None
-        return _Cause(str(inner["message"]), stack if isinstance(stack, str) else "")
+        more = more if isinstance(more, Mapping) else {}
+        stack = more.get("py_callstack")
+        if inner["message"] is None:
+            return None
+        return _Cause(str(inner["message"]), stack if isinstance(stack, str) else "", _when(more, facts.st_mtime))
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+
+
+def _at_once(path: str, flags: int) -> int:
+    """Open a file that may be anything, such as a pipe that nobody writes to."""
+    return os.open(path, flags | os.O_NONBLOCK)
+
+
+def _when(more: Mapping[str, Any], written_at: float) -> float:
+    """Return when an error was recorded: PyTorch notes the second, and the file system knows more."""
+    try:
+        second = float(more["timestamp"])
+    except (KeyError, TypeError, ValueError):
+        return written_at
+    return min(max(written_at, second), second + 1) if math.isfinite(second) else written_at
 
 
 def _last_traceback(text: str) -> _Cause:
@@ -224,11 +262,17 @@ def _without(line: str, prefix: str) -> str:
     return line.removeprefix(prefix) if line.startswith(prefix) else line.removeprefix(prefix.rstrip())
 
 
+def _shown(unfit: re.Match[str]) -> str:
+    """Show what cannot be printed; a change of colour is passed over."""
+    return "" if unfit[0].endswith("m") else unfit[0].encode("unicode_escape").decode()
+
+
 def _bare(line: str) -> str:
     """Return a line without a prefix in brackets, as PyTorch puts before those of a traceback."""
     return re.sub(r"^\[\w+\]:", "", line).strip()
 
 
 def _cut(text: str) -> str:
-    half = MAX_TEXT // 2
+    """Return a text without what a terminal would obey or nobody can encode, and not too long."""
+    half, text = MAX_TEXT // 2, _UNFIT.sub(_shown, text)
     return text if len(text) <= MAX_TEXT else f"{text[:half]}\n[...]\n{text[-half:]}"
