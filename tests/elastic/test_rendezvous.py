@@ -184,8 +184,10 @@ def test_what_does_not_fit_is_refused_by_name(nodes: Nodes) -> None:
     with pytest.raises(RankTaken, match="rank 1, which a ") as taken:
         nodes.node("b", rank=1, settings={"batch": 8}).join(AMPLE_S)
     assert (taken.value.member, taken.value.rank) == ("b", 1)
+    told: list[Waiting] = []
     with pytest.raises(NameTaken):
-        nodes.node("a", settings={"batch": 8}).join(AMPLE_S)
+        nodes.node("a", settings={"batch": 8}, progress=told.append).join(AMPLE_S)
+    assert "waits up to 3 s for its name" in told[0].reason, "and whoever wants to hear it is told, not the log"
     others = nodes.round_of(nodes.node("b", settings={"batch": 8}), nodes.node("c", settings={"batch": 8}))
     assert waits.result(AMPLE_S).rank == 1 and {one.rank for one in others.values()} == {0, 2}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -12,13 +13,22 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from click.testing import CliRunner
 from tests.elastic.runs import Node, Place, gone
 from tests.wire import AMPLE_S, until
 
 import rallypoint
+from rallypoint.cli import main
+from rallypoint.elastic.agent import Agent
+from rallypoint.elastic.bell import Bell, Signalled
+from rallypoint.elastic.board import Board
+from rallypoint.elastic.crew import _why_not
+from rallypoint.elastic.job import Command, Job
 from rallypoint.elastic.rendezvous import Rendezvous
+from rallypoint.elastic.workers import WorkerUnstartable
 
 TOLD = frozenset(
     """RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE
@@ -108,17 +118,55 @@ def test_a_failure_is_reported(place: Place, code: str, exit_code: int, said: li
     assert found["first"]["message"] in said[0] and found["others"] == []
 
 
-def test_what_others_died_of_is_folded_under_it(place: Place) -> None:
+@pytest.mark.parametrize("order", [[0, 1], [1, 0]])
+def test_what_others_died_of_is_folded_under_it(place: Place, order: list[int]) -> None:
     node = place.run("--nproc-per-node=2", place.script("on('SIGUSR2', lambda: os._exit(3 + rank)); stay()"))
     pids = node.up(0, 1, world=2)
     node.signal("SIGSTOP")  # it finds both dead when it goes on
-    for pid in pids.values():
-        os.kill(pid, signal.SIGUSR2)
-        gone(pid)
+    for rank in order:
+        os.kill(pids[rank], signal.SIGUSR2)
+        gone(pids[rank])
     node.signal("SIGCONT")
-    assert node.end() == 3
-    assert "FAILED FIRST: exit code 3" in node.err
-    assert "after it, 1 more failed:\n  - rank 1 on" in node.err and ") failed: exit code 4" in node.err
+    first, other = order
+    assert node.end() == 3 + first
+    assert f"FAILED FIRST: exit code {3 + first}" in node.err
+    assert (
+        f"after it, 1 more failed:\n  - rank {other} on" in node.err and f") failed: exit code {3 + other}" in node.err
+    )
+
+
+def test_who_recorded_an_error_before_the_others_is_blamed_even_if_slow_to_end(place: Place) -> None:
+    code = """
+    import rallypoint
+    def record():
+        with open(os.environ["TORCHELASTIC_ERROR_FILE"], "w") as file:
+            json.dump({"message": f"by {rank}"}, file)
+    record() if rank == 1 else None
+    rallypoint.worker().barrier()
+    if rank == 1:
+        hang()
+    record()
+    sys.exit(6)
+    """
+    node = place.run("--nproc-per-node=3", place.script(code))
+    assert node.end() == 1
+    assert "FAILED FIRST: by 1\n  how   an error on record" in node.err
+    assert re.search(r"rank [02] on .* failed: exit code 6: by [02]", node.err)
+
+
+def test_who_was_started_again_since_is_not_among_those_who_failed_after_it(place: Place) -> None:
+    script = place.script("on('SIGUSR2', lambda: os._exit(42)); sys.exit(5) if not restarts and rank == 0 else stay()")
+    node = place.run("--nproc-per-node=2", "--restart=worker", "--max-restarts=3", "--final-codes=42", script)
+    node.up(0, world=2, restarts=1)
+    os.kill(node.up(1, world=2)[1], signal.SIGUSR2)
+    assert node.end() == 42 and "FAILED FIRST: exit code 42" in node.err and "after it" not in node.err
+
+
+def test_a_fault_of_the_launcher_itself_is_said(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
+    monkeypatch.setattr("rallypoint.elastic.agent.Meeting", lambda *_: {}["no such thing"])
+    assert Agent(Job(command=Command("command", "true", ()))).run() == 1
+    said = capfd.readouterr().err
+    assert "rallypoint run: a fault of the launcher itself:\nTraceback" in said and "no such thing" in said
 
 
 def test_final_codes_are_not_started_again(place: Place) -> None:
@@ -144,6 +192,7 @@ def test_one_that_dies_young_is_started_after_a_pause_and_a_signal_ends_the_paus
         node.until("after a pause of [248] s")
         node.signal("SIGTERM")
         assert node.end() == 143
+        assert "other nodes" not in node.err, "there are none to wait for"
 
 
 # Signals
@@ -156,15 +205,15 @@ def save():
         pass
     say("saved")
     os._exit(0)
-on("SIGTERM", save)
+on(sys.argv[1], save)
 on("SIGUSR2", lambda: say("got USR2"))
 stay()
 """
 
 
 def test_who_is_told_to_end_has_the_grace_to_save(place: Place) -> None:
-    for name, code in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)):
-        node = place.run("--nproc-per-node=2", "--log-dir=logs", place.script(SLOW))
+    for name, code in (("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129), ("SIGQUIT", 131)):
+        node = place.run("--nproc-per-node=2", "--log-dir=logs", place.script(SLOW), name)
         pids = node.up(0, 1, world=2)
         node.signal("SIGUSR2")
         node.until("got USR2", 2)
@@ -179,7 +228,7 @@ def test_who_is_told_to_end_has_the_grace_to_save(place: Place) -> None:
 
 
 def test_interrupted_twice_it_kills_at_once_and_when_the_grace_is_over_too(place: Place) -> None:
-    deaf = place.script("on('SIGTERM', lambda: say('deaf')); stay()")
+    deaf = place.script("on('SIGINT', lambda: say('deaf')); stay()")
     for grace, interrupts, code in ((600, 2, 130), (0.1, 1, 130)):
         node = place.run("--grace", grace, deaf)
         pids = node.up(0, world=1)
@@ -199,6 +248,37 @@ def test_a_signal_while_workers_are_stopped_for_a_restart_is_not_lost(place: Pla
         node.signal("SIGTERM")
         node.signal("SIGINT")
         assert node.end() in (130, 143), "of two at once, either is the first"
+
+
+def test_a_server_that_is_silent_does_not_keep_who_is_told_to_end(place: Place) -> None:
+    for name, code in (("SIGTERM", 143), ("SIGINT", 130)):
+        node = place.run("--nproc-per-node=2", "--master-port", place.port, "--max-restarts=3", place.script(STAY))
+        pids = node.up(0, 1, world=2)
+        server = place.server()
+        os.kill(server, signal.SIGSTOP)
+        try:
+            if name == "SIGINT":  # it asks about that
+                os.kill(pids[1], signal.SIGKILL)
+                gone(pids[1])
+            node.signal(name)
+            assert node.end() == code
+        finally:
+            os.kill(server, signal.SIGKILL)
+        gone(*pids.values())
+
+
+def test_a_question_ends_with_a_signal_and_after_one_has_a_moment() -> None:
+    bell = Bell()
+    with bell.rung_by_signals():
+        with pytest.raises(Signalled, match="SIGTERM"):
+            bell.ask(lambda: (signal.raise_signal(signal.SIGTERM), signal.pause()))
+        assert bell.signals == ["SIGTERM"]
+        assert bell.ask(lambda: 3) == 3, "there is time for an answer"
+        with pytest.raises(Signalled, match="SIGTERM"):
+            bell.ask(signal.pause)
+        with pytest.raises(Signalled, match="SIGTERM"), bell.interrupting():
+            pass
+    assert bell.signals == ["SIGTERM"] and signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
 def test_a_signal_while_it_waits_for_other_nodes(place: Place) -> None:
@@ -312,8 +392,39 @@ def test_a_log_dir_that_is_none_is_said(place: Place) -> None:
     node = place.run("--log-dir=plain", place.script("say(rank)"))
     assert node.end() == 0
     (place.where / "file").touch()
-    node = place.run("--log-dir=file", place.script("say(rank)"))
-    assert node.end() == 126 and f"files cannot be made: File exists at {place.where / 'file'}" in node.err
+    for name, why in (("file", "File exists"), ("file/logs", "Not a directory"), ("/proc/logs", "No such file")):
+        node = place.run("--log-dir", name, place.script("say(rank)"))
+        assert node.end() == 2 and why in node.err and "--log-dir" in node.err
+
+
+def test_what_left_the_group_of_its_worker_ends_with_the_agent(place: Place) -> None:
+    code = """
+    import subprocess
+    say("child", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+    sys.exit(int(sys.argv[1]))
+    """
+    for exit_code in (0, 3):
+        node = place.run(place.script(code), exit_code)
+        assert node.end() == exit_code
+        gone(int(node.until(r"^child (\d+)$")[0][1]))
+
+
+def test_standard_streams_may_be_closed(place: Place) -> None:
+    script = place.script("open('ran', 'a').write('.')")
+    command = [sys.executable, "-m", "rallypoint", "run", script]
+    for closed in ("2>&-", ">&-", "<&- >&- 2>&-"):
+        shell = ["sh", "-c", f'exec "$0" "$@" {closed}', *command]
+        assert subprocess.run(shell, cwd=place.where, timeout=AMPLE_S).returncode == 0
+    assert (place.where / "ran").read_text() == "..."
+
+
+def test_what_a_system_has_not_enough_of_is_said() -> None:
+    for number, says in ((errno.EMFILE, "beside 9 others"), (errno.E2BIG, "larger than this system takes")):
+        error = OSError(number, os.strerror(number))
+        unstartable = WorkerUnstartable(command=["true"], why=str(error))
+        unstartable.__cause__ = error
+        assert says in _why_not(unstartable, 9)
+    assert "beside 9 others" in _why_not(OSError(errno.EMFILE, "too many"), 9)
 
 
 def test_an_agent_leaves_nothing_behind_even_if_it_is_killed(place: Place) -> None:
@@ -379,24 +490,71 @@ def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
         (["--rdzv-endpoint=a:b:c"], "is not host[:port]"),
         (["--store=localhost:1"], "store URL 'localhost:1'"),
         (["--tee=4"], "'4' is none of 0"),
-        (["--local-ranks-filter=x"], "'x' is no list of numbers"),
+        (["--local-ranks-filter=x"], "'x' is not a local rank"),
         (["--rdzv-conf=join_timeout=soon"], "join_timeout=soon is no time"),
         (["--env-file=env"], "line 1: 'no value' is not NAME=value"),
         (["-m", "--no-python"], "exclude each other"),
+        (["--rdzv-conf=last_call_timeout=1e9"], "last_call_timeout=1e9 is no time"),
+        (["--rdzv-conf=join_timeout=nan"], "join_timeout=nan is no time"),
+        (["--grace=nan"], "grace=nan is no time"),
+        (["--exit-timeout=-1"], "exit-timeout=-1 is no time"),
+        (["--nnodes=100000", "--master-port=1"], "is not a number of nodes: 1 to "),
+        (["--node-rank=1000000"], "not in the range"),
+        (["--node="], "1 to 256 characters, not 0"),
+        (["--node=" + "n" * 400], "1 to 256 characters, not 400"),
+        (["--node=\udcff"], "cannot be printed"),
+        (["--rdzv-id=\udcff"], "surrogates not allowed"),
+        (["--rdzv-id=" + "x" * 2000], "2000 characters long"),
+        (["--local-ranks-filter=-1"], "'-1' is not a local rank"),
+        (["--final-codes=x"], "'x' is not the exit code of a failure"),
+        (["--final-codes=3,300"], "'300' is not the exit code of a failure"),
+        (["--standalone", "--nnodes=2"], "--standalone is one node, and --nnodes=2 is more"),
+        (["--start-method=foo"], "'foo' is not one of"),
+        (["--monitor-interval=x"], "'x' is not a valid float"),
+        (["--env-file=nul"], "is not NAME=value"),
     ],
 )
-def test_a_mistake_is_refused(place: Place, words: list[str], says: str) -> None:
+def test_a_mistake_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch, words: list[str], says: str) -> None:
     (place.where / "env").write_text("no value")
-    node = place.run(*words, "script.py")
-    assert node.end() == 2
-    assert says in node.err and "Traceback" not in node.err
+    (place.where / "nul").write_text("A=1\0")
+    monkeypatch.chdir(place.where)
+    told = CliRunner().invoke(main, ["run", *words, "script.py"])
+    assert (told.exit_code, says in told.output) == (2, True), told.output
+
+
+@pytest.mark.parametrize(
+    ("words", "facts"),
+    [
+        ("--nnodes=2 --node-rank=0 --master-addr=h", {"endpoint": "h:29500", "run_id": "none", "max_nodes": 2}),
+        ("--nnodes=2 --master-port=7", {"endpoint": "127.0.0.1:7"}),
+        ("--master-addr=h", {"endpoint": None, "alone": True}),
+        ("--standalone --nnodes=1:3", {"max_nodes": 1, "alone": True}),
+        ("--local-ranks-filter=", {"shown_ranks": None}),
+        ("--grace=3 --shutdown-timeout=4 --exit-timeout=5", {"grace_s": 3.0, "exit_timeout_s": 5.0}),
+        ("--shutdown-timeout=4", {"grace_s": 4.0, "exit_timeout_s": 300.0}),
+    ],
+)
+def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, words: str, facts: dict[str, object]) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(Agent, "__init__", lambda _, job: jobs.append(job))
+    monkeypatch.setattr(Agent, "run", lambda _: 0)
+    assert CliRunner().invoke(main, ["run", *words.split(), "script.py"]).exit_code == 0
+    assert {name: getattr(jobs[0], name) for name in facts} == facts
+
+
+def test_runs_whose_names_begin_alike_have_nothing_in_common() -> None:
+    with rallypoint.Server() as server, rallypoint.TCPStore("127.0.0.1", server.port, timeout=AMPLE_S) as store:
+        one, other = (Board(store, name, lambda: None) for name in ("exp", "exp/1"))
+        other.refund()
+        one.clear()
+        assert other.restarts() == -1
 
 
 def test_variables_modules_and_files_of_variables(place: Place) -> None:
     (place.where / "job.py").write_text("import os, sys; print(sys.argv[1], os.environ['A'], os.environ['B'])")
-    (place.where / "env").write_text("# ours\nexport A=1\n\nB='two words'\n")
+    (place.where / "env").write_text("\ufeff# ours\nexport A=1 # one\n\nB='two words'\n", encoding="utf-8")
     node = place.run("--env-file=env", "-m", "job", "-x", env={"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "7"})
-    assert (node.end(), node.out) == (0, "-x 1 two words\n-x 1 two words")
+    assert (node.end(), node.out) == (0, "-x 1 # one two words\n-x 1 # one two words")
     node = place.run(
         place.script(TELL), env={"PET_NPROC_PER_NODE": "2", "PET_MAX_RESTARTS": "7", "PET_STANDALONE": "1"}
     )

@@ -217,17 +217,68 @@ def test_a_spare_waits_and_is_told_of_the_end(place: Place) -> None:
 # The end
 
 
-def test_who_is_done_waits_for_the_living_only(place: Place) -> None:
-    code = "on('SIGUSR2', lambda: os._exit(0)); stay()"
-    words = ["--json", place.script(code)]
-    a, b, c = (place.node(name, *words, nodes="3") for name in "abc")
+def test_what_a_node_that_is_lost_had_not_done_is_done_again_by_all(place: Place) -> None:
+    words = ["--json", "--rdzv-conf=last_call_timeout=60", place.script(STAY)]
+    a, b, c = (place.node(name, *words, nodes="2:3") for name in "abc")
+    c.until("^up")
     for node in (a, b):
         node.until(r"^up \d 3 0")
-        node.signal("SIGUSR2")
+        node.signal("SIGUSR1")
         node.until('"event": "finish"')
-    c.until("^up")
     c.child.kill()
+    for node in (a, b):
+        node.until(r"^up \d 2 0")
+        node.signal("SIGUSR1")
     assert ends(a, b) == [0, 0]
+
+
+def test_a_loss_is_heard_also_after_a_node_that_was_done_has_gone(place: Place) -> None:
+    words = ["--json", "--rdzv-conf=last_call_timeout=60", place.script(STAY)]
+    a, b, c = (place.node(name, f"--exit-timeout={0.1 if name == 'a' else 600}", *words, nodes="1:3") for name in "abc")
+    for node in (a, b, c):
+        node.until(r"^up \d 3 0")
+    a.signal("SIGUSR1")
+    assert a.end() == 0
+    for node in (b, c):
+        node.until("its workers had succeeded, so the others go on")
+    b.signal("SIGUSR1")
+    b.until('"event": "finish"')
+    c.child.kill()
+    b.until(r"^up 0 1 0")
+    b.signal("SIGUSR1")
+    assert b.end() == 0
+
+
+def test_runs_that_have_no_name_do_not_pass_for_each_other(place: Place) -> None:
+    meet, script = ["--master-port", place.port], place.script(STAY)
+    one = place.run(*meet, script)
+    one.up(0, world=1)
+    other = place.run(*meet, place.script("say('ran')"))
+    assert (other.end(), other.out) == (0, "ran"), "on one node, a run that nobody named is one of its own"
+    two = [place.run("--nnodes=2", *meet, "--node", name, script) for name in "ab"]
+    for node in two:
+        node.until("^up")
+    third = place.run("--nnodes=2", *meet, "--node=c", place.script("say('ran')"))
+    assert third.end() == 1 and "script" in third.err and not third.out
+    for node in (one, *two):
+        node.signal("SIGUSR1")
+    assert ends(one, *two) == [0, 0, 0]
+
+
+def test_who_comes_to_a_run_that_has_ended_has_not_succeeded(place: Place) -> None:
+    script = place.script("say('ran')")
+    with (
+        rallypoint.Server() as server,
+        rallypoint.TCPStore("127.0.0.1", server.port, timeout=AMPLE_S) as store,
+        Rendezvous(store, "job", 1, node="a") as meeting,
+    ):
+        meeting.join(AMPLE_S)
+        meeting.close("succeeded")
+        for nodes, code in (("1", 1), ("1:2", 0)):
+            meet = ["--store", f"tcp://127.0.0.1:{server.port}", "--rdzv-id=job", "--nnodes", nodes]
+            node = place.run(*meet, script)
+            assert (node.end(), node.out) == (code, "")
+            assert "the run has succeeded without this node" in node.err
 
 
 def test_who_is_done_leaves_after_the_exit_timeout_and_the_others_go_on(place: Place) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 import uuid
 from collections.abc import Callable
@@ -13,9 +12,22 @@ import click
 from rallypoint import net
 from rallypoint.cli import COMMANDS
 from rallypoint.core.gang import Rules
-from rallypoint.core.rendezvous import MAX_TEXT
-from rallypoint.elastic.job import Command, Job, env_file, node_range, workers_here
-from rallypoint.elastic.routes import parse_std
+from rallypoint.core.gathering import MAX_LAST_CALL_S
+from rallypoint.core.machine import MAX_MEMBERS
+from rallypoint.elastic.job import (
+    UNNAMED,
+    Command,
+    Job,
+    directory,
+    env_file,
+    exit_codes,
+    node_range,
+    printable_name,
+    run_name,
+    workers_here,
+)
+from rallypoint.elastic.routes import parse_ranks, parse_std
+from rallypoint.server import streams
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.store.url import parse_url
 
@@ -49,7 +61,13 @@ NOTED = {
 }
 """Options of torchrun's that cannot apply: accepted, with a note why."""
 
+KINDS = {"monitor_interval": click.FLOAT, "start_method": click.Choice(["spawn", "fork", "forkserver"])}
+"""What of these is checked, as torchrun does."""
+
 NOTES = f"{__name__}.notes"
+TORCH_PORT = 29500
+"""Where torchrun's nodes meet if nobody says where."""
+
 Decorator = Callable[[Any], Any]
 
 
@@ -99,9 +117,14 @@ def _seconds(name: str, value: str) -> float:
         given = float(value)
     except ValueError:
         given = -1.0
-    if not 0 <= given < math.inf:
-        raise ValueError(f"{name}={value} is no time: write a number of seconds")
+    if not 0 <= given <= MAX_LAST_CALL_S:
+        raise ValueError(f"{name}={value} is no time: write a number of seconds, up to {MAX_LAST_CALL_S:.0f}")
     return given
+
+
+def _time(name: str, ours: bool = True, **facts: Any) -> Decorator:
+    """Make an option that is a number of seconds."""
+    return _option(name, ours=ours, callback=_read(lambda value: _seconds(name, value)), **facts)
 
 
 def _checked(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -128,13 +151,6 @@ def _url(text: str) -> str:
     return text
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(number) for number in text.split(",") if number.strip())
-    except ValueError:
-        raise ValueError(f"{text!r} is no list of numbers, as in 0,1") from None
-
-
 def _note(what: str, why: str) -> None:
     """Keep a note for the agent to say."""
     click.get_current_context().meta.setdefault(NOTES, []).append(f"{what} does nothing here: {why}")
@@ -143,7 +159,9 @@ def _note(what: str, why: str) -> None:
 def _noted(function: Any) -> Any:
     for name in NOTED:
         flag = name in ("run_path", "virtual_local_rank")
-        function = _option(name.replace("_", "-"), hidden=True, is_flag=flag, default=None)(function)
+        function = _option(name.replace("_", "-"), hidden=True, is_flag=flag, default=None, type=KINDS.get(name))(
+            function
+        )
     return function
 
 
@@ -160,11 +178,11 @@ def _noted(function: Any) -> Any:
     callback=_checked(_endpoint),
     help="host:port of the server; whoever has that address starts it.",
 )
-@_option("rdzv-id", default="", help="The name of the run, the same on all nodes.")
+@_option("rdzv-id", default="", callback=_read(run_name), help="The name of the run, the same on all nodes.")
 @_option("rdzv-conf", default="", callback=_read(_conf), help="join_timeout=…, last_call_timeout=…, in seconds.")
 @_option("max-restarts", default=0, type=click.IntRange(0), help="As --restart-budget.")
 @_option("role", default="default", help="What the workers are called.")
-@_option("log-dir", help="Where output and failure.json go.")
+@_option("log-dir", callback=_read(directory), help="Where output and failure.json go.")
 @_option(
     "redirects",
     "-r",
@@ -173,25 +191,32 @@ def _noted(function: Any) -> Any:
     help="Output to files only: 0 none, 1 out, 2 err, 3 both, or 0:1,1:3.",
 )
 @_option("tee", "-t", default="0", callback=_checked(parse_std), help="Output to files and here: as --redirects.")
-@_option("local-ranks-filter", callback=_read(_numbers), help="Show only these local ranks here, as 0,1.")
-@_option("node-rank", type=click.IntRange(0), help="The rank that this node asks for.")
-@_option("master-addr", default="127.0.0.1", help="As --rdzv-endpoint, with --master-port.")
-@_option("master-port", type=click.IntRange(0, 65535), help="As --rdzv-endpoint, with --master-addr.")
-@_option("local-addr", help="Where others reach this node.")
+@_option("local-ranks-filter", callback=_read(parse_ranks), help="Show only these local ranks here, as 0,1.")
+@_option("node-rank", type=click.IntRange(0, MAX_MEMBERS - 1), help="The rank that this node asks for.")
+@_option("master-addr", help="As --rdzv-endpoint, with --master-port.  [127.0.0.1]")
+@_option("master-port", type=click.IntRange(0, 65535), help="As --rdzv-endpoint, with --master-addr.  [29500]")
+@_option("local-addr", callback=_read(printable_name), help="Where others reach this node.")
 @_option("module", "-m", is_flag=True, help="SCRIPT is a module.")
 @_option("no-python", is_flag=True, help="SCRIPT is any command.")
-@_option("shutdown-timeout", type=click.FloatRange(0), help="As --grace.")
-@_option("store", ours=True, callback=_checked(_url), help="URL of a server that runs (tcp://…), or of etcd (etcd://…).")
-@_option("node", ours=True, help="The name of this node, by which it gets its rank back.  [its host name]")
+@_time("shutdown-timeout", ours=False, help="As --grace.")
+@_option(
+    "store", ours=True, callback=_checked(_url), help="URL of a server that runs (tcp://…), or of etcd (etcd://…)."
+)
+@_option(
+    "node",
+    ours=True,
+    callback=_read(printable_name),
+    help="The name of this node, by which it gets its rank back.  [its host name]",
+)
 @_option("restart", ours=True, type=click.Choice(["group", "node", "worker"]), default="group", show_default=True,
          help="Who starts again when a worker fails.")  # fmt: skip
 @_option("restart-budget", ours=True, type=click.IntRange(0), help="Restarts of the whole job.  [0]")
-@_option("grace", ours=True, type=click.FloatRange(0), help="Seconds between TERM and KILL.  [30]")
-@_option("exit-timeout", ours=True, type=click.FloatRange(0), default=300.0, show_default=True,
+@_time("grace", help="Seconds between the signal and KILL.  [30]")
+@_time("exit-timeout", default="300", show_default=True,
          help="Seconds that a node that is done waits for the others.")  # fmt: skip
-@_option("min-uptime", ours=True, type=click.FloatRange(0), default=5.0, show_default=True,
+@_time("min-uptime", default="5", show_default=True,
          help="A worker that dies younger, twice in a row, is started after a pause.")  # fmt: skip
-@_option("final-codes", ours=True, default="", callback=_read(_numbers), help="Exit codes that mean: do not restart.")
+@_option("final-codes", ours=True, default="", callback=_read(exit_codes), help="Exit codes that mean: do not restart.")
 @_option("env-file", ours=True, callback=_read(env_file), help="A file of NAME=value for the workers.")
 @_option("quiet", "-q", ours=True, is_flag=True, help="Say nothing but what workers and failures say.")
 @_option("json", ours=True, is_flag=True, help="Say what happens as one JSON object a line, on standard error.")
@@ -200,6 +225,7 @@ def _noted(function: Any) -> Any:
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def command(script: str, arguments: tuple[str, ...], **told: Any) -> None:
     """Run SCRIPT in several processes, on this node and others; the options of torchrun are understood."""
+    streams.fill()
     from rallypoint.elastic.agent import Agent
 
     for name, why in NOTED.items():
@@ -208,11 +234,18 @@ def command(script: str, arguments: tuple[str, ...], **told: Any) -> None:
     sys.exit(Agent(_job(script, arguments, told)).run())
 
 
+def _of_master(address: str | None, port: int | None, nodes: int) -> str:
+    """Return where torchrun's nodes meet by --master-addr and --master-port; one node needs no such place."""
+    if port is None and (not address or nodes == 1):
+        return ""
+    return str(net.Endpoint(address or "127.0.0.1", TORCH_PORT if port is None else port))
+
+
 def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
     least, most = told["nnodes"]
-    endpoint = told["rdzv_endpoint"].strip()
-    if not endpoint and told["master_port"] is not None:
-        endpoint = str(net.Endpoint(told["master_addr"], told["master_port"]))
+    if told["standalone"] and least > 1:
+        raise click.UsageError(f"--standalone is one node, and --nnodes={least} is more: leave one of them out")
+    endpoint = told["rdzv_endpoint"].strip() or _of_master(told["master_addr"], told["master_port"], most)
     if told["standalone"]:
         least, most, endpoint = 1, 1, ""
     if most > 1 and not endpoint and not told["store"]:
@@ -222,8 +255,6 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         )
     if told["module"] and told["no_python"]:
         raise click.UsageError("--module and --no-python exclude each other: SCRIPT is a module, or any command")
-    if len(told["rdzv_id"]) > MAX_TEXT:
-        raise click.UsageError(f"--rdzv-id is {len(told['rdzv_id'])} characters long, and {MAX_TEXT} is the limit")
     conf = told["rdzv_conf"] or CONF
     kind = "module" if told["module"] else "command" if told["no_python"] else "script"
     grace = next(value for value in (told["grace"], told["shutdown_timeout"], 30.0) if value is not None)
@@ -232,7 +263,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         min_nodes=least,
         max_nodes=most,
         workers=told["nproc_per_node"],
-        run_id=told["rdzv_id"] or (uuid.uuid4().hex if not endpoint and not told["store"] else "none"),
+        run_id=told["rdzv_id"] or (uuid.uuid4().hex if most == 1 else UNNAMED),
         endpoint=endpoint or None,
         store=None if told["standalone"] else told["store"],
         node=told["node"],
@@ -252,7 +283,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         log_dir=told["log_dir"],
         redirects=told["redirects"],
         tee=told["tee"],
-        shown_ranks=told["local_ranks_filter"] or None,
+        shown_ranks=told["local_ranks_filter"],
         environment=told["env_file"] or {},
         quiet=told["quiet"],
         json=told["json"],

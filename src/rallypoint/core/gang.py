@@ -10,7 +10,8 @@ starts the workers of this node again, and `worker` only the one that failed: th
 it, and meet it again. The budget is the job's, not the node's. An exit code may mean that starting again is no use. A
 worker that dies young, again and again, is started after a pause that doubles.
 
-A round ends when a node goes. A node whose workers had all succeeded is not missed: the others go on without it.
+A round ends when a node goes. A node whose workers had all succeeded is not missed: the others go on without it. One
+whose workers had not takes their part of the result with it: all come again, also those who were done.
 """
 
 from __future__ import annotations
@@ -116,8 +117,8 @@ class Standing(NamedTuple):
 
     @property
     def all_done(self) -> bool:
-        """Whether all members who live have succeeded."""
-        return self.living.issubset(self.done)
+        """Whether all members have succeeded, those who have gone since included."""
+        return set(self.members).issubset(self.done)
 
 
 class Gang(Struct, kw_only=True):
@@ -170,7 +171,7 @@ class Gang(Struct, kw_only=True):
         if self.ending:
             return Decision(Act.WAIT, f"{reason}, while ending: {self.ending}")
         if not self.running and now.all_done:
-            return Decision(Act.FINISH, f"{reason}; all who are left have succeeded")
+            return Decision(Act.FINISH, f"{reason}; the workers of all nodes have succeeded")
         gone = set(now.members) - now.living
         if gone and gone.issubset(now.done) and not now.waiting:
             return Decision(Act.WAIT, f"{reason}; its workers had succeeded, so the others go on")

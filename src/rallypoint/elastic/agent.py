@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import traceback
 from collections.abc import Iterator, Sequence
 
 from rallypoint.core.gang import Act, Decision, Exit, Gang
 from rallypoint.deadline import Deadline
-from rallypoint.elastic import failure
 from rallypoint.elastic.bell import Bell, Signalled
 from rallypoint.elastic.crew import Crew
 from rallypoint.elastic.events import Events
-from rallypoint.elastic.failure import Failure
 from rallypoint.elastic.job import Job
 from rallypoint.elastic.logs import Logs
+from rallypoint.elastic.losses import Losses
 from rallypoint.elastic.meeting import FAILED, SUCCEEDED, Meeting, in_words
-from rallypoint.elastic.workers import exit_code_of
 from rallypoint.elastic.world import World
 from rallypoint.errors import RallypointError, RunClosed
 from rallypoint.server.settings import DEFAULT_GRACE_S
@@ -48,9 +47,7 @@ class Agent:
         self._bell = Bell()
         self._crew: Crew | None = None
         self._world: World
-        self._failures: list[Failure] = []
-        """Those of this node in this round."""
-
+        self._losses = Losses()
         self._due: list[tuple[Deadline, Sequence[int]]] = []
         """Who is started again, and when."""
 
@@ -64,43 +61,50 @@ class Agent:
                 for note in self._job.notes:
                     self._events.say("note", note)
                 self._settle(stack)
-                try:
-                    return self._live()
-                except RunClosed as closed:
-                    without = "" if self._came else " without this node"
-                    return self._ended(closed.result, f"the run has {closed.result}{without}: {closed.reason}")
+                return self._live()
             except Signalled as caught:
-                self._events.say("signal", f"{caught.name} while waiting for other nodes")
+                words = "waiting for other nodes" if self._job.max_nodes > 1 else "no worker ran"
+                self._events.say("signal", f"{caught.name} while {words}")
                 return 128 + int(signal.Signals[caught.name])
             except RallypointError as error:
                 self._events.fail("error", in_words(error, self._came))
-                self._stop()
-                return 1
+            except Exception:
+                self._events.fail("error", f"a fault of the launcher itself:\n{traceback.format_exc().rstrip()}")
+            self._stop()
+            return 1
 
     # Rounds
 
     def _settle(self, stack: contextlib.ExitStack) -> None:
         """Get ready for the first round; the stack puts it all away again."""
-        job = self._job
-        self._meeting = meeting = Meeting(job, self._events, self._bell, stack)
+        self._meeting = meeting = Meeting(self._job, self._events, self._bell, stack)
         self._board, self._rendezvous = meeting.board, meeting.rendezvous
-        self._logs = Logs(job, self._events)
+        self._logs = Logs(self._job, self._events)
         stack.callback(self._logs.close)
-        self._crew = Crew(job, self._logs, self._bell.fileno())
+        self._crew = Crew(self._job, self._logs, self._bell.fileno())
         stack.callback(self._crew.close)
         stack.enter_context(self._events.shown_by(self._crew.say))
 
     def _live(self) -> int:
-        self._rendezvous.begin_anew()
+        """Come to one round after the other; return the exit code."""
+        late = self._bell.ask(self._rendezvous.begin_anew)
         while True:
-            code = self._watch_over(self._meeting.come())
+            try:
+                world = self._meeting.come()
+            except RunClosed as closed:
+                reason = f"the run has {closed.result}{' without this node' * (not self._came)}: {closed.reason}"
+                if late and self._job.min_nodes == self._job.max_nodes:  # it was not even a spare
+                    self._events.fail("end", f"{reason}. Is this another one? It needs a name of its own: --rdzv-id")
+                    return 1
+                return self._ended(closed.result, reason)
+            code = self._watch_over(world)
             if code is not None:
                 return code
 
     def _watch_over(self, world: World) -> int | None:
         """Live through a round; return the exit code, or None to come again."""
-        self._world, self._failures, self._heard, self._done_by = world, [], False, None
-        self._came = True
+        self._world, self._came, self._heard, self._done_by = world, True, False, None
+        self._losses.forget()
         self._gang.regrouped()
         self._bell.forget_forwarded()
         self._workers.enter(world)
@@ -109,11 +113,12 @@ class Agent:
         self._events.say("round", words, to_people=world.nodes > 1, **facts)
         self._due = [(Deadline(0.0), world.ranks)]
         while True:
-            for decision in self._decisions():
-                self._announce(decision)
-                ends, code = self._carry_out(decision)
-                if ends:
-                    return code
+            with contextlib.suppress(Signalled):  # the server may be silent; what was asked of it does not matter now
+                for decision in self._decisions():
+                    self._announce(decision)
+                    ends, code = self._carry_out(decision)
+                    if ends:
+                        return code
             self._workers.wait(self._patience_s())
             self._bell.silence()
 
@@ -121,7 +126,7 @@ class Agent:
         """Tell what was decided; people are not told what they will read in the end anyway."""
         act = decision.act
         if act != Act.WAIT:
-            told_at_end = act == Act.FAIL and (not self._job.rules.budget or not self._failures[-1].pid)
+            told_at_end = act == Act.FAIL and (not self._job.rules.budget or not self._losses.last.pid)
             shown = act not in (Act.FINISH, Act.END, Act.FORWARD, STARTED) and not told_at_end
             self._events.say(act, decision.reason, to_people=shown, ranks=list(decision.ranks))
 
@@ -140,11 +145,11 @@ class Agent:
             yield self._exited(end)
         if self._ends_now() or self._board.news:
             self._board.news = False
-            yield self._look() or Decision(Act.WAIT, "the round stands")
+            yield self._bell.ask(self._look) or Decision(Act.WAIT, "the round stands")
         while self._due and self._due[0][0].expired():
             yield self._start(self._due.pop(0)[1])
         if self._done_by is not None and self._done_by.expired():
-            standing = self._meeting.standing()
+            standing = self._bell.ask(self._meeting.standing)
             late = ", ".join(sorted(standing.living.difference(standing.done)))
             yield Decision(Act.END, f"waited {self._job.exit_timeout_s:g} s for other nodes, which go on: {late}")
 
@@ -154,27 +159,26 @@ class Agent:
         if act == Act.FORWARD:
             self._workers.signal(signal.Signals[decision.signal])
         elif act == Act.RESTART:
+            self._losses.forget(decision.ranks)
             self._stop(decision.ranks)
-            self._workers.restarted(self._board.restarts())
+            self._workers.restarted(self._bell.ask(self._board.restarts))
             self._due = sorted([*self._due, (Deadline(decision.after_s), decision.ranks)], key=lambda due: due[0].at)
         elif act == Act.REJOIN:
-            if self._failures:
-                self._board.tell()
-                if self._board.cause() in self._failures:
-                    self._meeting.suspect()
+            if self._losses:
+                self._bell.ask(lambda: self._meeting.tell_of(self._losses))
             self._stop()
             self._pause(decision.after_s)
             return True, None
         elif act == Act.FINISH:
-            return self._finish()
+            return self._bell.ask(self._finish)
         elif act in (Act.LEAVE, Act.KILL):
-            self._stop(grace_s=0.0 if act == Act.KILL else None)
+            self._stop(how=signal.Signals[decision.signal], grace_s=0.0 if act == Act.KILL else None)
             return True, 128 + int(signal.Signals[decision.signal])
         elif act == Act.FAIL:
             return True, self._fail(decision.reason)
         elif act == Act.END:
             self._stop()
-            return True, self._ended(self._rendezvous.status().result or SUCCEEDED, decision.reason)
+            return True, self._ended(self._bell.ask(self._rendezvous.status).result or SUCCEEDED, decision.reason)
         return False, None
 
     # What happened
@@ -183,7 +187,7 @@ class Agent:
         self._gang.started(ranks)
         unstartable = self._workers.start(ranks)
         if unstartable is not None:
-            self._failures.append(unstartable)
+            self._losses.keep([unstartable])
             return self._gang.unstartable(unstartable.message)
         return Decision(STARTED, f"started {len(ranks)} worker{'s' * (len(ranks) > 1)}", ranks)
 
@@ -191,11 +195,12 @@ class Agent:
         """Decide on the end of a worker; one that failed when the round was over may have failed of that."""
         if end.code == 0 or self._gang.ending:
             return self._gang.exited(end, 0)
-        self._failures.append(self._workers.failure(end.rank, end.code))
-        other = None if self._heard else self._look()
+        self._losses.keep(self._workers.failures(end.rank, end.code))
+        other = None if self._heard else self._bell.ask(self._look)
         if other is not None:
             return other
-        return self._gang.exited(end, self._board.charge(self._failures[-1], self._job.rules.restart == "group"))
+        of_all = self._job.rules.restart == "group"
+        return self._gang.exited(end, self._bell.ask(lambda: self._board.charge(self._losses.last, of_all)))
 
     def _look(self) -> Decision | None:
         """Decide about the round as it stands; None to go on."""
@@ -207,14 +212,17 @@ class Agent:
             return self._gang.failed_elsewhere(cause.summary())
         change = self._rendezvous.changed  # it is also set when the watch was lost, and the round stands
         stands = status.phase == "formed" and status.round == self._world.number and not change.is_set()
-        if self._heard or stands:
+        if stands:
             return None
-        self._heard = True
-        reason = status.over or change.reason or "another round was formed"
+        reason = "another node has gone" if self._heard else status.over or change.reason or "another round was formed"
         decision = self._gang.changed(reason, self._meeting.standing(status))
         if decision.act != Act.WAIT:
+            self._heard = True
             return decision
-        self._events.say("left", decision.reason)
+        if not self._heard:
+            self._heard = True
+            self._events.say("left", decision.reason)
+            self._board.attend()
         return None
 
     def _finish(self) -> tuple[bool, int | None]:
@@ -229,23 +237,23 @@ class Agent:
 
     def _fail(self, reason: str) -> int | None:
         """End the run for all, unless what failed did so because a node was lost: then None, to come again."""
-        own = self._failures[-1]
-        self._failures += [self._workers.failure(end.rank, end.code) for end in self._workers.exits() if end.code]
+        own = self._losses.last
+        self._losses.keep([self._workers.failure(end.rank, end.code) for end in self._workers.exits() if end.code])
         known = Deadline(LOST_S)
         if self._world.nodes > 1 and own.pid and own.code not in self._job.rules.final_codes:
-            self._board.blame(own)
-            self._board.tell()
+            self._bell.ask(lambda: self._board.blame(own))
+            self._bell.ask(self._board.tell)
             self._stop()
             self._pause(known.remaining())
-            standing = self._meeting.standing()
+            standing = self._bell.ask(self._meeting.standing)
             lost = set(standing.members).difference(standing.living, standing.done)
             if lost:
-                if self._board.cause() == own:
-                    self._board.refund()
+                if self._bell.ask(self._board.cause) == own:
+                    self._bell.ask(self._board.refund)
                 self._events.say("rejoin", self._gang.excused(", ".join(sorted(lost))).reason)
                 return None
-        self._board.fail(self._board.cause() or own)
-        self._meeting.close(FAILED, reason)
+        self._bell.ask(lambda: self._board.fail(self._board.cause() or own))
+        self._bell.ask(lambda: self._meeting.close(FAILED, reason))
         self._stop()
         return self._ended(FAILED, f"the run has failed: {reason}")
 
@@ -254,16 +262,11 @@ class Agent:
         if result == SUCCEEDED:
             self._events.say("end", reason, to_people=not self._job.alone)
             return 0
-        first = self._board.failure()
+        first = self._bell.ask(self._board.failure)
         if first is None:
             self._events.fail("end", reason)
             return 1
-        others = [other for other in self._failures if other != first]
-        words = first.summary() if first.pid else f"rank {first.rank} on {first.node}: {first.message}"
-        text = failure.report(first, others) if first.pid else ""
-        self._events.fail("failure", words, text, failure=first.facts())
-        self._logs.record(first, others)
-        return exit_code_of(first.code)
+        return self._losses.report(first, self._events, self._logs)
 
     # Stopping, pausing, signals
 
@@ -272,12 +275,14 @@ class Agent:
         assert self._crew is not None
         return self._crew
 
-    def _stop(self, ranks: Sequence[int] | None = None, grace_s: float | None = None) -> None:
-        """Stop workers: TERM, then KILL when the grace is over, or at once when interrupted again."""
+    def _stop(
+        self, ranks: Sequence[int] | None = None, how: int = signal.SIGTERM, grace_s: float | None = None
+    ) -> None:
+        """Stop workers: a signal, then KILL when the grace is over, or at once when interrupted again."""
         if ranks is None:
             self._due = []
         if self._crew is not None:
-            self._crew.stop(ranks, Deadline(self._job.grace_s if grace_s is None else grace_s), self._hurried)
+            self._crew.stop(ranks, how, Deadline(self._job.grace_s if grace_s is None else grace_s), self._hurried)
 
     def _hurried(self) -> bool:
         self._bell.silence()
@@ -286,7 +291,9 @@ class Agent:
     def _pause(self, after_s: float) -> None:
         """Pause, unless this agent is to end, or the run has."""
         deadline = Deadline(after_s)
-        while not deadline.expired() and not self._bell.ends() and self._rendezvous.status().phase != "closed":
+        while not deadline.expired() and not self._bell.ends():
+            if self._bell.ask(self._rendezvous.status).phase == "closed":
+                break
             self._bell.wait(deadline.remaining())
 
     def _ends_now(self) -> bool:

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
+import resource
 import select
+import selectors
 import signal
 import socket
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +16,7 @@ from pathlib import Path
 
 from rallypoint.core.gang import Exit
 from rallypoint.deadline import Deadline
-from rallypoint.elastic.failure import Failure, failure_of
+from rallypoint.elastic.failure import Failure, earliest, failure_of
 from rallypoint.elastic.job import Job
 from rallypoint.elastic.logs import Logs
 from rallypoint.elastic.output import Feed, Pump, Std, parse_std, route
@@ -39,8 +43,12 @@ class Crew:
         self._warden = Warden(logs.scratch)
         self._pump = Pump()
         self._workers: dict[int, tuple[Worker, Feed, Path]] = {}
-        self._ended: set[int] = set()
-        """The ranks whose end was told."""
+        self._exits = selectors.DefaultSelector()
+        """What tells of the end of a worker; those that have ended come in the order of their ends, on Linux."""
+
+        self._exits.register(bell, selectors.EVENT_READ)
+        self._ended: list[int] = []
+        """The ranks whose end was seen, and not told yet."""
 
         self._attempt = -1
         self._world: World
@@ -80,49 +88,63 @@ class Crew:
         finally:
             feed.started()
         self._workers[rank] = (worker, feed, errors)
-        self._ended.discard(rank)
+        self._exits.register(worker.fileno(), selectors.EVENT_READ, rank)
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a worker ends, the bell rings, or the time is over."""
-        running = [worker.fileno() for rank, (worker, _, _) in self._workers.items() if rank not in self._ended]
-        _wait_for([self._bell, *running], timeout_s)
+        for key, _ in self._exits.select(timeout_s):
+            if key.data is not None:
+                self._exits.unregister(key.fd)  # seen once: were it to stay, it would lose its place among the others
+                self._ended.append(key.data)
 
     def exits(self) -> Iterator[Exit]:
         """Yield who has ended, once each; those who are stopped or started again between two of them are not told."""
-        for rank in list(self._workers):
-            if rank in self._workers and rank not in self._ended:
-                worker = self._workers[rank][0]
-                code = worker.poll()
-                if code is not None:
-                    self._ended.add(rank)
-                    yield Exit(rank, code, describe_exit(code), worker.uptime_s)
+        self.wait(0.0)
+        while self._ended:
+            rank = self._ended.pop(0)
+            worker = self._workers[rank][0]
+            code = worker.poll()
+            assert code is not None
+            yield Exit(rank, code, describe_exit(code), worker.uptime_s)
 
     def signal(self, number: int) -> None:
         """Send a signal to all workers, and what they have started."""
         for worker, _, _ in self._workers.values():
             worker.signal(number)
 
-    def stop(self, ranks: Sequence[int] | None, deadline: Deadline, hurried: Callable[[], bool]) -> None:
-        """Ask workers to end, and kill those who have not at the deadline, or once it is hurried; forget them."""
+    def stop(self, ranks: Sequence[int] | None, how: int, deadline: Deadline, hurried: Callable[[], bool]) -> None:
+        """Ask workers to end by a signal, kill those who have not at the deadline, or once hurried, and forget them."""
         stopped = [rank for rank in self._workers if ranks is None or rank in ranks]
         running = [self._workers[rank][0] for rank in stopped if self._workers[rank][0].poll() is None]
         for worker in running:
-            worker.signal(signal.SIGTERM)
+            worker.signal(how)
         while running and not deadline.expired() and not hurried():
             descriptors = [self._bell, *(worker.fileno() for worker in running)]
             _wait_for(descriptors, min(deadline.remaining(), SLICE_S))
             running = [worker for worker in running if worker.poll() is None]
         for rank in stopped:
             self._workers[rank][0].kill()
+        self._ended = [rank for rank in self._ended if rank not in stopped]
         for rank in stopped:
             worker, feed, _ = self._workers.pop(rank)
+            with contextlib.suppress(KeyError):  # its end was seen
+                self._exits.unregister(worker.fileno())
             worker.close()
             feed.finish()
 
-    def failure(self, rank: int, code: int) -> Failure:
-        """Say what is known of a worker that failed."""
+    def failures(self, rank: int, code: int) -> list[Failure]:
+        """Say what is known of a worker that failed, and of others here who recorded an error; the first is last."""
+        ended = self.failure(rank, code)
+        ends = {other: worker.poll() for other, (worker, _, errors) in self._workers.items() if errors.exists()}
+        others = [self.failure(other, end) for other, end in ends.items() if other != rank and end != 0]
+        first = earliest(ended, others)
+        return [*(other for other in (ended, *others) if other.recorded_at and other is not first), first]
+
+    def failure(self, rank: int, code: int | None) -> Failure:
+        """Say what is known of a worker that failed, or (None) may have and still runs."""
         worker, feed, errors = self._workers[rank]
-        feed.finish()
+        if code is not None:
+            feed.finish()
         return failure_of(
             node=self._world.node,
             host=socket.gethostname(),
@@ -141,8 +163,9 @@ class Crew:
 
     def close(self) -> None:
         """End all that is left, at once."""
-        self.stop(None, Deadline(0.0), lambda: True)
+        self.stop(None, signal.SIGKILL, Deadline(0.0), lambda: True)
         self._pump.close()
+        self._exits.close()
         self._warden.close()
 
     def _unstartable(self, rank: int, error: Exception) -> Failure:
@@ -156,13 +179,26 @@ class Crew:
             code=NOT_FOUND if isinstance(error.__cause__, FileNotFoundError) else NOT_EXECUTABLE,
             how="not started",
             at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
-            message=_without_files(error) if isinstance(error, OSError) else str(error),
+            message=_why_not(error, len(self._workers)),
         )
 
 
-def _without_files(error: OSError) -> str:
+def _why_not(error: Exception, before: int) -> str:
+    """Say why a worker could not be started, after so many others."""
+    cause = error if isinstance(error, OSError) else error.__cause__
+    number = cause.errno if isinstance(cause, OSError) else None
+    if number in (errno.EMFILE, errno.ENFILE):
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        return (
+            f"the worker cannot be started beside {before} others: this agent may have {most} descriptors open, and "
+            f"each takes a few. Raise that (ulimit -n), or start fewer"
+        )
+    if number == errno.E2BIG:
+        return "the worker cannot be started: its arguments and its environment are larger than this system takes"
+    if not isinstance(error, OSError):
+        return str(error)
     place = f" at {error.filename}" if error.filename else ""
-    return f"the worker's files cannot be made: {error.strerror}{place}. Is --log-dir a directory to write in?"
+    return f"the worker's files cannot be made: {error.strerror}{place}"
 
 
 def _wait_for(descriptors: Sequence[int], timeout_s: float) -> None:

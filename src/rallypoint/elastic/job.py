@@ -10,8 +10,28 @@ from typing import NamedTuple
 import msgspec
 
 from rallypoint.core.gang import Rules
+from rallypoint.core.machine import MAX_MEMBERS
+from rallypoint.core.rendezvous import MAX_TEXT
+from rallypoint.elastic.card import node_name
 
-__all__ = ["Job", "env_file", "gpus", "node_range", "workers_here"]
+__all__ = [
+    "UNNAMED",
+    "Job",
+    "directory",
+    "env_file",
+    "exit_codes",
+    "gpus",
+    "node_range",
+    "printable_name",
+    "run_name",
+    "workers_here",
+]
+
+
+UNNAMED = "none"
+"""The name of a run of several nodes that nobody has named, as torchrun calls it."""
+
+MAX_CODE = 255
 
 
 class Command(NamedTuple):
@@ -57,7 +77,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     log_dir: str | None = None
     redirects: str = "0"
     tee: str = "0"
-    shown_ranks: tuple[int, ...] | None = None
+    shown_ranks: frozenset[int] | None = None
     environment: dict[str, str] = {}
     quiet: bool = False
     json: bool = False
@@ -77,8 +97,8 @@ def node_range(text: str) -> tuple[int, int]:
         numbers = int(least), int(most if colon else least)
     except ValueError:
         raise ValueError(f"{text!r} is not a number of nodes: write N, or MIN:MAX") from None
-    if not 1 <= numbers[0] <= numbers[1]:
-        raise ValueError(f"{text!r} is not a number of nodes: 1 or more, and MIN not above MAX")
+    if not 1 <= numbers[0] <= numbers[1] <= MAX_MEMBERS:
+        raise ValueError(f"{text!r} is not a number of nodes: 1 to {MAX_MEMBERS}, and MIN not above MAX")
     return numbers
 
 
@@ -108,17 +128,49 @@ def gpus() -> int:
 
 
 def env_file(path: str) -> dict[str, str]:
-    """Read `NAME=value` lines; empty ones and those that begin with # say nothing."""
+    """Read `NAME=value` lines; empty ones and those that begin with # say nothing. All of the value is the value."""
     read: dict[str, str] = {}
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").splitlines(), 1):
         text = line.strip().removeprefix("export ").strip()
         if not text or text.startswith("#"):
             continue
         name, equals, value = text.partition("=")
-        if not equals or not name.strip().isidentifier():
+        if not equals or not name.strip().isidentifier() or "\0" in value:
             raise ValueError(f"{path}, line {number}: {line!r} is not NAME=value")
         value = value.strip()
         if len(value) > 1 and value[0] == value[-1] and value[0] in "\"'":
             value = value[1:-1]
         read[name.strip()] = value
     return read
+
+
+def exit_codes(text: str) -> tuple[int, ...]:
+    """Read --final-codes."""
+    numbers = [number.strip() for number in text.split(",") if number.strip()]
+    for number in numbers:
+        if not (number.isascii() and number.isdigit() and 1 <= int(number) <= MAX_CODE):
+            raise ValueError(f"{number!r} is not the exit code of a failure, which is a number from 1 to {MAX_CODE}")
+    return tuple(map(int, numbers))
+
+
+def directory(text: str) -> str:
+    """Make a directory, if it is not there; it must be one to write in."""
+    os.makedirs(text, exist_ok=True)
+    if not os.access(text, os.W_OK | os.X_OK):
+        raise ValueError(f"{text!r} is not a directory that this user may write in")
+    return text
+
+
+def printable_name(text: str) -> str:
+    """Check a name that goes over the network and is shown to people."""
+    if not text.isprintable():
+        raise ValueError(f"{text!r} has characters that cannot be printed")
+    return node_name(text, "it")
+
+
+def run_name(text: str) -> str:
+    """Check the name of a run."""
+    if len(text) > MAX_TEXT:
+        raise ValueError(f"it is {len(text)} characters long, and {MAX_TEXT} is the limit")
+    text.encode()
+    return text

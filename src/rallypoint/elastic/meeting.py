@@ -7,6 +7,9 @@ outlives them all; or, for a node that is alone, a child on a free port. Where -
 from __future__ import annotations
 
 import contextlib
+import os
+import threading
+from collections.abc import Container
 
 from rallypoint import net
 from rallypoint.core.gang import Standing
@@ -15,7 +18,8 @@ from rallypoint.elastic import home
 from rallypoint.elastic.bell import Bell
 from rallypoint.elastic.board import Board
 from rallypoint.elastic.events import Events
-from rallypoint.elastic.job import Job
+from rallypoint.elastic.failure import Failure
+from rallypoint.elastic.job import UNNAMED, Job
 from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
 from rallypoint.elastic.world import World, gather
 from rallypoint.errors import MeetingError, NetworkError, RallypointError, SessionLost
@@ -29,8 +33,8 @@ __all__ = ["FAILED", "SUCCEEDED", "Meeting", "in_words"]
 SUCCEEDED, FAILED = "succeeded", "failed"
 """The results of a run."""
 
-READ_S = 60.0
-"""How long an operation of the store may take."""
+READ_S, LEAVE_S = 60.0, 5.0
+"""How long an operation of the store may take, and how long leaving may, all in all."""
 
 
 class Meeting:
@@ -46,7 +50,8 @@ class Meeting:
         self._home = self._open(stack)
         stack.callback(self._home.close)
         self._home.store.set_timeout(READ_S)
-        self.board = Board(self._home.store, job.run_id, bell.ring)
+        with bell.interrupting():
+            self.board = Board(self._home.store, job.run_id, bell.ring)
         self.rendezvous = Rendezvous(
             self._home.store,
             job.run_id,
@@ -54,7 +59,7 @@ class Meeting:
             job.max_nodes,
             node=job.node,
             rank=job.node_rank,
-            settings={"restart": job.rules.restart, "restart_budget": job.rules.budget},
+            settings=_settings(job),
             last_call=job.last_call_s,
             address=job.local_address,
             progress=self._waits,
@@ -98,9 +103,11 @@ class Meeting:
         status = status or self.rendezvous.status()
         return Standing(self._members, list(status.nodes), status.waiting, self.board.done())
 
-    def suspect(self) -> None:
-        """Note who may be why a worker of this node failed, which has used a restart: any that turns out to be gone."""
-        self._suspects = set(self._members).difference(self.board.done())
+    def tell_of(self, failures: Container[Failure]) -> None:
+        """Have all look at a failure; if it is one of these, it used a restart: note who may turn out to be why."""
+        self.board.tell()
+        if self.board.cause() in failures:
+            self._suspects = set(self._members).difference(self.board.done())
 
     def _forgive(self) -> None:
         """Give back a restart that a loss has cost; the others count restarts when they have heard from this node."""
@@ -131,11 +138,16 @@ class Meeting:
         return home.Home(store, net.Endpoint(endpoint.host, store.port))
 
     def _leave(self) -> None:
+        """Leave, if the server answers: one that is silent holds nobody back."""
+        given_up = threading.Timer(LEAVE_S, self._home.store.close)
+        given_up.daemon = True
+        given_up.start()
         with contextlib.suppress(RallypointError):
             self.board.leave()
             if self.rendezvous.leave() and self._round is not None:
-                home.close_door(*self._home.server(), self._job.run_id, READ_S, self._round.scope)
+                home.close_door(*self._home.server(), self._job.run_id, LEAVE_S, self._round.scope)
                 self.board.clear()
+        given_up.cancel()
 
     def _why(self) -> str:
         status = self.rendezvous.status()
@@ -143,6 +155,12 @@ class Meeting:
 
     def _waits(self, waiting: Waiting) -> None:
         self._events.waits(f"this node has waited {waiting.waited_s:.0f} s: {waiting.reason}")
+
+
+def _settings(job: Job) -> dict[str, object]:
+    """Return what all nodes must have alike; where the run has no name, that is the only sign of which run it is."""
+    script = {"script": os.path.basename(job.command.what)} if job.run_id == UNNAMED else {}
+    return {"restart": job.rules.restart, "restart_budget": job.rules.budget, **script}
 
 
 def in_words(error: RallypointError, came: bool) -> str:

@@ -19,7 +19,7 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from rallypoint.core import rendezvous
-from rallypoint.core.machine import Done
+from rallypoint.core.machine import Done, Waiting
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.elastic import card
 from rallypoint.elastic.home import is_loopback
@@ -178,7 +178,7 @@ class Rendezvous(Recipe):
                 self._call = 0
                 if not patience.expired() and (self._named or card.has_died(taken.other)):
                     if not waited:
-                        log.warning("this node waits up to %g s for its name: %s", patience.timeout_s, taken)
+                        self._wait_for_name(f"it waits up to {patience.timeout_s:g} s for its name: {taken}")
                     waited = True
                     time.sleep(AGAIN_S)
                     continue
@@ -189,6 +189,12 @@ class Rendezvous(Recipe):
             except BaseException:
                 self._call = 0
                 raise
+
+    def _wait_for_name(self, why: str) -> None:
+        if self._progress is None:
+            log.warning("a node has to wait: %s", why)
+        else:
+            self._progress(Waiting(why))
 
     @property
     def changed(self) -> Change:
@@ -222,8 +228,8 @@ class Rendezvous(Recipe):
         self._join.run = -1
         return bool(self._done(rendezvous.Open()))
 
-    def begin_anew(self) -> None:
-        """Begin a new run where the last one is over and everybody has left it.
+    def begin_anew(self) -> bool:
+        """Begin a new run where the last one is over and everybody has left it; say whether some have not.
 
         This is for coming, not for finding a run closed: a spare that has waited for the end is told of it, and may be
         the last one here by then.
@@ -231,6 +237,7 @@ class Rendezvous(Recipe):
         status = self.status()
         if status.phase == "closed" and not status.nodes:
             self.open()  # or somebody else has by now
+        return status.phase == "closed" and bool(status.nodes)
 
     def status(self) -> Status:
         """Return what there is now; one need not be a node to ask."""
