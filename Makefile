@@ -4,6 +4,7 @@
 PYTHON ?= python3
 ARGS   ?=
 HOURS  ?= 1
+JOBS   ?= 3
 
 # Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
 # Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.
@@ -29,10 +30,10 @@ run: ## launch four workers, one of which is killed half-way, and see them recov
 	@$(SETUP)
 	$(BIN)/rallypoint run --nproc-per-node 4 --max-restarts 3 examples/pi.py --kill-half-way $(ARGS)
 
-test: ## lint, check types and run every test (ARGS go to pytest)
+test: ## lint, check types and run every test, JOBS files at a time (ARGS go to pytest)
 	@$(SETUP) --need dev --want $(WANT) --want-debian $(DEBIAN) --label "NOT TESTED"
 	@failed=; $(LINT); \
-	$(BIN)/python -m pytest $(ARGS) || failed="$$failed pytest"; \
+	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) || failed="$$failed pytest"; \
 	$(CLOSE)
 
 soak: ## run the seeded tests with fresh seeds for HOURS (ARGS go to tools/soak.py)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 import shutil
 import subprocess
 from collections import Counter
@@ -66,16 +67,10 @@ PARTS: dict[str, Callable[[], bool]] = {
 }
 """A part, and how to find out whether it is here."""
 
-MISSED = pytest.StashKey[Counter[str]]()
-
 
 @cache
 def _is_here(part: str) -> bool:
     return PARTS[part]()
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.stash[MISSED] = Counter()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -86,14 +81,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             raise pytest.UsageError(f"needs({part!r}): conftest.py knows {', '.join(PARTS)}")
         if _is_here(part):
             continue
-        item.config.stash[MISSED][part] += 1
         if part in required:
             pytest.fail(f"{part} is missing here, and RALLYPOINT_REQUIRE asks for it", pytrace=False)
         pytest.skip(f"{part} is missing here")
 
 
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    missed = config.stash[MISSED]
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    reports = terminalreporter.getreports("skipped") + terminalreporter.getreports("failed")
+    missed = Counter(
+        found[1] for report in reports if (found := re.search(r"(\w+) is missing here", str(report.longrepr)))
+    )
     if missed:
         terminalreporter.section("PARTS MISSING HERE", sep="!", red=True, bold=True)
         for part, tests in missed.items():

@@ -85,7 +85,7 @@ def test_the_current_token_replaces_and_is_stale_then(backend):
 FOREIGN = [b"foreign", b"\xff\xfe", b"", "text", 7, object()]
 
 
-@pytest.mark.parametrize("token", FOREIGN, ids=repr)
+@pytest.mark.parametrize("token", FOREIGN, ids=lambda token: type(token).__name__)
 def test_a_foreign_token_writes_nothing(backend, token):
     assert backend.set_state(b"first", token) is None, "nor is it a state"
     assert backend.get_state() is None
