@@ -4,7 +4,8 @@ Whoever reads a counter and writes it back loses when another was faster, so of 
 lost once therefore *posts* its addition instead, which cannot fail. If nothing else is posted, it carries it out, with
 all that others have posted meanwhile, in one transaction: the counter, and to each lane its answer. Then it looks for
 more, until there is none. The others wait for their lanes to change; if that takes too long, for whoever was about to
-do it may be dead, they do it themselves. A posted addition goes with its session's lease, and so does its lane.
+do it may be dead, they do it themselves. A posted addition goes with its session's lease, and so does its lane; until
+it is carried out, that lane serves nothing else, for whoever carries it out writes the answer there.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from rallypoint.core.engine import number_in
 from rallypoint.deadline import Deadline
 from rallypoint.errors import NotAnInteger
 from rallypoint.etcd import messages
-from rallypoint.etcd.ground import Ground, Seen, Ties, as_seen, dated, one_of
+from rallypoint.etcd.client import Compacted, Refusal
+from rallypoint.etcd.ground import Seen, as_seen, dated
+from rallypoint.etcd.mark import Mark, answered
 from rallypoint.etcd.messages import Op, Txn
-from rallypoint.etcd.session import Mark, answered
+from rallypoint.etcd.ties import Ties, one_of
+from rallypoint.etcd.values import Values
 
-__all__ = ["Additions", "wrapped"]
+__all__ = ["Additions", "number_or_not", "read_total", "wrapped"]
 
 TOGETHER = 60
-"""How many are carried out in one transaction: each takes a comparison and two requests, of 128."""
+"""How many are carried out in one transaction: each takes two requests, of 128."""
 
 WAIT_S = 0.5
 """How long to wait for others to carry it out."""
@@ -43,7 +47,7 @@ class _Addition(msgspec.Struct, array_like=True):
     number: int
 
 
-class Additions(Ground):
+class Additions(Values):
     """The additions to the counters of a store that are not made directly."""
 
     def __init__(self, ties: Ties, prefix: str) -> None:
@@ -67,42 +71,56 @@ class Additions(Ground):
 
     async def post(self, mark: Mark, key: bytes, amount: int) -> int:
         """Post an addition, have it carried out, and return what the counter became."""
+        if mark.proven:
+            return read_total(key, mark.answer)
         deadline = Deadline(self.patience_s)
         addition = msgspec.msgpack.encode(_Addition(amount, mark.lane, mark.number))
         post = messages.put(self.layout.addition(key, mark.lane), addition, mark.session.lease)
         looks = self._looks(key)
-        txn = Txn(mark.guards(), [mark.begun(), post, *looks], [*mark.look(), *looks])
+        txn = Txn(mark.guards(), [mark.begin(), post, *looks], [*mark.look(), *looks])
         result = await self.commit(mark, key, txn, deadline)
-        if not result.succeeded and mark.took_effect(*(found.kvs for found in result.answers[:2])):
-            return _total(key, mark.answer)
-        seen, patient = dated(result.answers[-2:], result.revision), True
+        if result.succeeded:
+            mark.handed_over()
+        elif mark.took_effect(*(found.kvs for found in result.answers[:2])):
+            return read_total(key, mark.answer)
+        seen = dated(result.answers[-2:], result.revision)
         if len(seen[0].kvs) > 1:
             self.lost_race(key)
+        try:
+            return read_total(key, await self._carried_out(mark, key, seen, deadline))
+        except Refusal as error:
+            raise await self.refused(mark.session, key, error) from None
+
+    async def _carried_out(self, mark: Mark, key: bytes, seen: Seen, deadline: Deadline) -> int | bytes:
+        """Return what a posted addition came to, once somebody has carried it out."""
+        patient = True
         while not deadline.expired():
             if key not in self._at_work and (len(seen[0].kvs) == 1 or not patient):
-                totals = await self._carry_out(key, seen, deadline)
-                if mark.lane in totals:
-                    return _total(key, totals[mark.lane])
+                await self._carry_out(mark, key, seen, deadline)
             else:
                 async with self.ties.watcher.waiting(mark.lane, b"", seen[0].revision) as changed:
                     patient = await one_of([changed], Deadline(WAIT_S))
-                if patient and (change := changed.result()) is not None and mark.proved(change.value or b"0"):
-                    return _total(key, mark.answer)
-            record, lane, *seen = await self.look([*mark.look(), *looks])
-            if mark.took_effect(record.kvs, lane.kvs):
-                return _total(key, mark.answer)
+                if patient and (change := changed.result()) is not None and change.value is not None:
+                    mark.proved(change.value, change.revision)
+            if not mark.proven:
+                record, lane, *seen = await self.look([*mark.look(), *self._looks(key)])
+                mark.took_effect(record.kvs, lane.kvs)
+            if mark.proven:
+                answer: int | bytes = mark.answer
+                return answer
         raise self.ties.client.no_quorum(deadline)
 
-    async def _carry_out(self, key: bytes, seen: Seen, deadline: Deadline) -> dict[bytes, int | bytes]:
-        """Carry out what is posted, and see to what will be by then; return what the first ones came to, by lane."""
+    async def _carry_out(self, mark: Mark, key: bytes, seen: Seen, deadline: Deadline) -> None:
+        """Carry out what is posted, and see to what will be by then."""
         self._at_work.add(key)
         try:
             totals, seen = await self._some(key, seen, deadline)
+            if mark.lane in totals:
+                mark.wrote(totals[mark.lane], seen[0].revision)
         except BaseException:
             self._at_work.discard(key)
             raise
         self.loosely(self._the_rest(key, seen, deadline))
-        return totals
 
     async def _the_rest(self, key: bytes, seen: Seen, deadline: Deadline) -> None:
         try:
@@ -116,8 +134,11 @@ class Additions(Ground):
         name, looks = self.layout.value(key), self._looks(key)
         totals: dict[bytes, int | bytes] = {}
         compares, ops = [as_seen(name, seen[1:])], []
-        value = (await self.values(seen[1:]))[0]
-        total = value if value is None else _number_or_not(key, value)
+        try:
+            value = (await self.values(seen[1:]))[0]
+        except Compacted:
+            return {}, await self.look(looks)
+        total = value if value is None else number_or_not(key, value)
         for kv in seen[0].kvs[:TOGETHER]:
             addition = msgspec.msgpack.decode(kv.value, type=_Addition)
             if not isinstance(total, bytes):
@@ -128,6 +149,7 @@ class Additions(Ground):
             ops += [messages.delete(kv.key), messages.put(addition.lane, proof, keep_lease=True)]
         if isinstance(total, int):
             ops.append(messages.put(name, b"%d" % total, self.lease))
+            ops += self.leftovers(key, seen[1:])
         result, _ = await self.ties.writes.commit(Txn(compares, [*ops, *looks], looks), deadline)
         return totals if result.succeeded else {}, dated(result.answers[-2:], result.revision)
 
@@ -141,7 +163,7 @@ def wrapped(total: int) -> int:
     return (total + _INT64) % (2 * _INT64) - _INT64
 
 
-def _number_or_not(key: bytes, value: bytes) -> int | bytes:
+def number_or_not(key: bytes, value: bytes) -> int | bytes:
     """Read a counter; return the value itself where it is none, so that all who add to it can be told."""
     try:
         return number_in(key, value)
@@ -149,5 +171,6 @@ def _number_or_not(key: bytes, value: bytes) -> int | bytes:
         return value
 
 
-def _total(key: bytes, answer: int | bytes) -> int:
+def read_total(key: bytes, answer: int | bytes) -> int:
+    """Return what a counter came to; raise NotAnInteger for a value that is none."""
     return answer if isinstance(answer, int) else number_in(key, answer)

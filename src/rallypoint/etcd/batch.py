@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from rallypoint.deadline import Deadline
 from rallypoint.etcd import answers
@@ -107,10 +107,9 @@ class Writes:
                 await self._send_together(batch)
             else:
                 _settle(batch[0].done, await self._alone(batch[0].data, batch[0].deadline))
-        except Exception as error:  # each waits for its own answer
+        except BaseException as error:  # each waits for its own answer
             for write in batch:
-                if not write.done.done():
-                    write.done.set_exception(error)
+                _fail(write.done, error)
         finally:
             self._under_way -= 1
             self._go_on()
@@ -120,13 +119,15 @@ class Writes:
         deadline = max((write.deadline for write in batch), key=lambda one: one.at)
         try:
             result, repeated = await self._alone(whole.encode(), deadline)
-        except Refusal:  # of one of them: each hears what is meant for it
+        except Refusal as refused:  # of one of them: each hears what is meant for it
             for write in batch:
                 try:
-                    _settle(write.done, await self._alone(write.data, write.deadline))
+                    result, repeated = await self._alone(write.data, write.deadline)
+                    _settle(write.done, Committed(result, repeated or refused.repeated))
                 except Exception as error:
-                    if not write.done.done():
-                        write.done.set_exception(error)
+                    if isinstance(error, Refusal):
+                        error.repeated = error.repeated or refused.repeated
+                    _fail(write.done, error)
             return
         for write, answer in zip(batch, result.answers, strict=True):
             _settle(write.done, Committed(answer._replace(revision=result.revision), repeated))
@@ -135,6 +136,14 @@ class Writes:
 def _settle(done: asyncio.Future[Committed], committed: Committed) -> None:
     if not done.done():
         done.set_result(committed)
+
+
+def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
+    if not done.done() and isinstance(error, Exception):
+        done.set_exception(error)
+        done.exception()  # it may be that nobody waits any more
+    else:
+        done.cancel()
 
 
 def _overlap(spans: list[tuple[bytes, bytes]], taken: list[tuple[bytes, bytes]]) -> bool:
@@ -188,11 +197,9 @@ class Reads:
             for (_, done), found in zip(batch, answers, strict=True):
                 if not done.done():
                     done.set_result(found)
-        except Exception as error:  # each waits for its own answer
+        except BaseException as error:  # each waits for its own answer
             for _, done in batch:
-                if not done.done():
-                    done.set_exception(error)
-                    done.exception()  # it may be that nobody waits any more
+                _fail(done, error)
         finally:
             self._under_way -= 1
             self._go_on()

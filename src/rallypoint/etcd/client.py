@@ -26,7 +26,7 @@ from rallypoint.etcd import answers, messages
 from rallypoint.etcd.address import Access
 from rallypoint.etcd.messages import Method
 
-__all__ = ["Answer", "Client", "LeaseGone", "Refusal"]
+__all__ = ["Answer", "Client", "Compacted", "LeaseGone", "Refusal", "stream_trouble"]
 
 ATTEMPT_S = 1.0
 """How long one endpoint has to answer before another is asked."""
@@ -59,15 +59,19 @@ _AGAIN = (
 
 
 class Refusal(Exception):
-    """etcd understood a request and refused it."""
+    """etcd understood a request and refused it; an earlier attempt may have been carried out if it was `repeated`."""
 
-    def __init__(self, code: grpc.StatusCode, why: str) -> None:
+    def __init__(self, why: str, repeated: bool = False) -> None:
         super().__init__(why)
-        self.code, self.why = code, why
+        self.why, self.repeated = why, repeated
 
 
 class LeaseGone(Refusal):
     """A request spoke of a lease that has ended."""
+
+
+class Compacted(Refusal):
+    """A request asked for a revision that etcd no longer has."""
 
 
 class Answer(NamedTuple):
@@ -133,7 +137,7 @@ class Client:
     async def call(self, method: str, request: bytes, deadline: Deadline) -> Answer:
         """Make a call, at one endpoint after the other until one answers; NoQuorum when none does in time."""
         repeated = False
-        attempt_s = ATTEMPT_S
+        attempts, attempt_s = 0, ATTEMPT_S
         while True:
             endpoint = self._choose()
             since = time.monotonic()
@@ -142,11 +146,13 @@ class Client:
                 data = await endpoint.unary(method)(request, timeout=within_s, metadata=self._metadata())
             except grpc.aio.AioRpcError as error:
                 if not await self._may_repeat(error, deadline):
-                    raise _refusal(error) from None
+                    raise _refusal(error, repeated) from None
                 why = error.details() or error.code().name
                 endpoint.failed(f"no answer within {within_s:.1f} s" if _late(error) else why, since)
                 repeated = repeated or error.code() is not grpc.StatusCode.UNAUTHENTICATED
-                attempt_s = min(2 * attempt_s, 8 * ATTEMPT_S) if endpoint.aside_s() <= 0 else attempt_s
+                attempts += 1
+                if endpoint.aside_s() <= 0 or attempts % len(self.endpoints) == 0:  # it may be that all are slow
+                    attempt_s = min(2 * attempt_s, 8 * ATTEMPT_S)
             else:
                 endpoint.answered()
                 self._current = endpoint
@@ -222,7 +228,8 @@ class Client:
             request = messages.authenticate(self._access.user, self._access.password)
             self._token = answers.read_token((await self._log_in(request, deadline)).data)
             return True
-        return error.code() in _AGAIN and not self._closed
+        busy = "too many requests" in (error.details() or "")
+        return (error.code() in _AGAIN or busy) and not self._closed
 
     async def _log_in(self, request: bytes, deadline: Deadline) -> Answer:
         try:
@@ -242,8 +249,13 @@ def _credentials(access: Access) -> grpc.ChannelCredentials | None:
     return grpc.ssl_channel_credentials(ca, key, cert)
 
 
-def _refusal(error: grpc.aio.AioRpcError) -> Exception:
+def _refusal(error: grpc.aio.AioRpcError, repeated: bool) -> Refusal:
     why = error.details() or error.code().name
     if error.code() is grpc.StatusCode.NOT_FOUND and "lease" in why:
-        return LeaseGone(error.code(), why)
-    return Refusal(error.code(), why)
+        return LeaseGone(why, repeated)
+    return (Compacted if "compacted" in why else Refusal)(why, repeated)
+
+
+def stream_trouble(error: BaseException) -> str:
+    """Say what became of a stream."""
+    return (error.details() or error.code().name) if isinstance(error, grpc.aio.AioRpcError) else str(error)

@@ -13,6 +13,8 @@ import contextlib
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError
 from rallypoint.etcd import messages
+from rallypoint.etcd.client import LeaseGone, Refusal
+from rallypoint.etcd.messages import Txn
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.space import Space
 
@@ -39,12 +41,25 @@ class Executor:
     async def _run(self) -> None:
         while not self._session.lost.is_set():
             try:
-                revision = await self._space.claim(self._session)
-                if revision is not None:
+                if await self._claim():
                     await self._serve()
-            except RallypointError:
+            except (RallypointError, Refusal):
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._session.lost.wait(), PAUSE_S)
+
+    async def _claim(self) -> bool:
+        """Become the executor and say so, or wait until somebody has ceased to be it."""
+        space, session, office = self._space, self._session, self._space.layout.executor
+        take = [messages.put(office, session.place, session.lease)]
+        txn = Txn([messages.version_is(office, 0)], take, [messages.get(office, names_only=True)])
+        try:
+            result, _ = await space.ties.writes.commit(txn, Deadline(space.patience_s))
+        except LeaseGone:
+            raise session.end_of_it() from None
+        if result.succeeded or result.answers[0].kvs[0].lease == session.lease:  # the second: by an earlier attempt
+            return True
+        await space.change_of([(office, b"")], result.revision, _FOREVER)
+        return False
 
     async def _serve(self) -> None:
         """Look for wills now, and whenever a session has come or gone."""

@@ -1,41 +1,35 @@
-"""How a change is made in etcd, and how values are kept there: what all operations of `etcd/space.py` rest on.
+"""How a change is made in etcd: what all operations of `etcd/space.py` rest on.
 
 A change is one transaction: *read, decide, write if nobody was faster*. What a decision rests on, the transaction
 compares again, so it holds at the moment of the change; when it does not, the answer brings what is there now, and the
 decision is made anew. Where a guess is likely to be right (a blind write; an expected value; a counter that only we
-change), the first transaction is sent without reading. Each carries its `Mark` (`etcd/session.py`), so that an attempt
+change), the first transaction is sent without reading. Each carries its `Mark` (`etcd/mark.py`), so that an attempt
 whose fate is unknown is made again and takes effect once.
 
-A value that is too large for one request is written in parts first, which hang on the session's lease until the
-transaction that makes them visible takes them off it: who dies half-way leaves nothing.
+What takes more than one transaction is not interrupted half-way: whoever gives up meanwhile (its task is cancelled)
+leaves it to be finished and undone, and until then its lane is not used again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import secrets
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
 
-from rallypoint.core.records import show
+from rallypoint.core.records import Event, show
 from rallypoint.deadline import Deadline
-from rallypoint.errors import EtcdRefused, SessionLost
+from rallypoint.errors import EtcdRefused, NoQuorum, SessionLost
 from rallypoint.etcd import messages
 from rallypoint.etcd.answers import KV, Found, Result
-from rallypoint.etcd.batch import Reads, Writes
-from rallypoint.etcd.client import Client, LeaseGone, Refusal
-from rallypoint.etcd.keeper import Keeper
-from rallypoint.etcd.layout import Layout, Parts, pack, unpack
+from rallypoint.etcd.client import Compacted, LeaseGone, Refusal
+from rallypoint.etcd.layout import Layout
 from rallypoint.etcd.messages import Compare, Op, Txn
-from rallypoint.etcd.run import RunLease
 from rallypoint.etcd.session import Mark, Session
-from rallypoint.etcd.watcher import Watcher
+from rallypoint.etcd.ties import Ties, one_of
+from rallypoint.etcd.watcher import Feed
 
-__all__ = ["PART_BYTES", "Decision", "Ground", "Seen", "Ties", "as_seen", "dated", "one_of", "only"]
-
-PART_BYTES = 1024 * 1024
-"""Above this, a value is stored in parts of so much; etcd takes 1.5 MiB a request, all told."""
+__all__ = ["Decision", "Done", "Ground", "Seen", "as_seen", "dated", "only"]
 
 MANY = 100
 """How many requests go into one transaction: etcd takes 128."""
@@ -43,8 +37,13 @@ MANY = 100
 AT_ONCE = 8
 """How many transactions read at once what one does not hold."""
 
-LONGEST_S = 1e6
-"""How long one timer runs."""
+LEAST_S = 3.0
+"""How long etcd may take at least, however short a caller means to wait: as long as it takes to elect a leader."""
+
+MUTE_S = 3.0
+"""When there has been no watch for so long, it is not known what a wait has missed."""
+
+T = TypeVar("T")
 
 
 class Decision(NamedTuple):
@@ -61,24 +60,12 @@ Seen = list[Found]
 Decide = Callable[[Seen], Awaitable[Decision]]
 
 
-class Ties:
-    """What a process has with one cluster, and all its stores there share."""
+class Done(NamedTuple):
+    """What a change came to: its answer, its revision (0: nothing was written), and what it read if it was just now."""
 
-    def __init__(self, client: Client, cluster: int, by: str, ttl_s: float, patience_s: float) -> None:
-        self.client = client
-        self.cluster = cluster
-        self.ttl_s, self.patience_s = ttl_s, patience_s
-        self.reads = Reads(client)
-        self.writes = Writes(client)
-        self.watcher = Watcher(client)
-        self.keeper = Keeper(client, by, ttl_s, patience_s)
-        self.run: RunLease | None = None
-
-    async def close(self) -> None:
-        """Let go of everything; sessions are not ended by this."""
-        self.watcher.close()
-        self.keeper.close()
-        await self.client.close()
+    answer: Any
+    revision: int
+    read: Sequence[Any] = ()
 
 
 class Ground:
@@ -96,60 +83,71 @@ class Ground:
         """The lease that all values are written under: 0, or that of a run."""
         return 0 if self.ties.run is None else self.ties.run.lease
 
+    def patience(self, within: Deadline | None = None) -> Deadline:
+        """Return until when etcd may take to answer, for a caller that waits at all only until some deadline."""
+        if within is None or not within.timeout_s:
+            return Deadline(self.patience_s)
+        return Deadline(min(self.patience_s, max(within.remaining(), LEAST_S)))
+
     # Changes
 
     async def change(
-        self, mark: Mark, key: bytes, decide: Decide, looks: Sequence[Op] = (), seen: Seen | None = None
-    ) -> tuple[Any, int | None]:
+        self,
+        mark: Mark,
+        key: bytes,
+        decide: Decide,
+        looks: Sequence[Op] = (),
+        seen: Seen | None = None,
+        within: Deadline | None = None,
+    ) -> Done:
         """Make the change that is decided on what was seen, as often as it takes.
 
-        Return its answer, and the revision of the change, or None where nothing was changed just now. What is `seen`
-        may be a guess, or nothing at all, where the decision can be made without.
+        What is `seen` may be a guess, or nothing at all, where the decision can be made without. A decision to write
+        nothing is written down only if an attempt of before may still arrive, which then finds that it is too late.
         """
-        deadline = Deadline(self.patience_s)
-        if seen is None:
-            found = await self.look([*looks, *(mark.look() if mark.doubtful else ())])
-            if mark.doubtful and mark.took_effect(found[-2].kvs, found[-1].kvs):
-                return mark.answer, None
+        deadline = self.patience(within)
+        if seen is None and not mark.proven:
+            found = await self.look([*looks, *(mark.look() if mark.doubtful else ())], within)
             seen = found[: len(looks)]
-        while True:
-            decision = await decide(seen)
+            if mark.doubtful:
+                mark.took_effect(found[-2].kvs, found[-1].kvs)
+        while not mark.proven:
+            try:
+                decision = await decide(seen or [])
+            except Compacted:  # a large value that was seen is gone from etcd's history
+                seen = await self.look(looks)
+                continue
             if not decision.ops and not mark.doubtful:
-                return decision.answer, None
+                return Done(decision.answer, 0)
             success = [*decision.ops, mark.proof(decision.answer)]
             txn = Txn([*mark.guards(), *decision.compares], success, [*mark.look(), *looks])
             result = await self.commit(mark, key, txn, deadline)
             if result.succeeded:
-                return decision.answer, result.revision
+                mark.wrote(decision.answer, result.revision)
+                return Done(decision.answer, result.revision, result.answers)
             record, lane, *seen = dated(result.answers, result.revision)
-            if mark.took_effect(record.kvs, lane.kvs):
-                return mark.answer, None
-
-    async def blindly(self, mark: Mark, key: bytes, ops: Sequence[Op]) -> None:
-        """Write without looking."""
-        decision = Decision(None, (), ops)
-
-        async def decide(_: Seen) -> Decision:
-            return decision
-
-        await self.change(mark, key, decide, (), [])
+            mark.took_effect(record.kvs, lane.kvs)
+        return Done(mark.answer, mark.at)
 
     async def commit(self, mark: Mark, key: bytes, txn: Txn, deadline: Deadline) -> Result:
         """Make one attempt at a transaction that the mark guards."""
         try:
             result, repeated = await self.ties.writes.commit(txn, deadline)
-        except LeaseGone:
-            raise await self._lease_gone(mark.session) from None
         except Refusal as error:
-            raise EtcdRefused(store=self.name, key=show(key), why=error.why) from None
+            mark.doubtful = mark.doubtful or error.repeated
+            raise await self.refused(mark.session, key, error) from None
         except BaseException:
             mark.doubtful = True
             raise
-        if result.succeeded:
-            mark.wrote()
-        elif repeated:
-            mark.doubtful = True
+        mark.doubtful = mark.doubtful or (repeated and not result.succeeded)
         return result
+
+    async def refused(self, session: Session, key: bytes, error: Refusal) -> Exception:
+        """Return what callers are told when etcd has refused a change."""
+        if isinstance(error, LeaseGone):
+            return await self._lease_gone(session)
+        perhaps = "; whether an earlier attempt was carried out is not known" if error.repeated else ""
+        return EtcdRefused(store=self.name, key=show(key), why=error.why + perhaps)
 
     async def _lease_gone(self, session: Session) -> SessionLost:
         """Return the error for a change whose lease has ended: that of the session, or that of the run."""
@@ -157,11 +155,56 @@ class Ground:
             return self.ties.run.end_of_it()
         return session.end_of_it()
 
-    def loosely(self, work: Awaitable[Any]) -> None:
+    async def unbroken(
+        self,
+        mark: Mark,
+        work: Coroutine[Any, Any, T],
+        undo: Callable[[T], Coroutine[Any, Any, None]],
+        recover: Callable[[], Coroutine[Any, Any, None]],
+    ) -> T:
+        """Do what is not to be interrupted half-way: for one who gives up meanwhile, it is undone when it is done.
+
+        Where etcd does not answer, and nobody knows what came of it, that is still found out later, and undone.
+        """
+        doing = asyncio.ensure_future(work)
+
+        async def settle() -> None:
+            try:
+                done = await doing
+            except NoQuorum:
+                await recover()
+            else:
+                await undo(done)
+
+        try:
+            return await asyncio.shield(doing)
+        except NoQuorum:
+            mark.settling = self.loosely(recover())
+            raise
+        except asyncio.CancelledError:
+            if not doing.cancelled():
+                mark.settling = self.loosely(settle())
+            raise
+
+    async def resolve(self, mark: Mark, key: bytes) -> Done:
+        """Find out what came of a request, and see to it that no attempt at it takes effect any more."""
+
+        async def decide(_: Seen) -> Decision:
+            return Decision(None)
+
+        return await self.change(mark, key, decide, (), [])
+
+    async def settled(self, mark: Mark) -> None:
+        """Return when nothing is done about a mark any more, for one who gave up and has come back."""
+        if mark.settling is not None:
+            await asyncio.wait((mark.settling,))
+
+    def loosely(self, work: Coroutine[Any, Any, Any]) -> asyncio.Future[Any]:
         """See work through that nobody waits for."""
         task = asyncio.ensure_future(work)
         self._loose.add(task)
         task.add_done_callback(self._loosened)
+        return task
 
     def _loosened(self, task: asyncio.Future[Any]) -> None:
         self._loose.discard(task)
@@ -173,57 +216,25 @@ class Ground:
         while self._loose:
             await asyncio.wait(self._loose)
 
-    # Values
-
-    async def writing(self, mark: Mark, key: bytes, value: bytes, lease: int | None = None) -> list[Op]:
-        """Return what writes a value, in the place of whatever the key had."""
-        lease = self.lease if lease is None else lease
-        stored, ops = await self.stored(mark, False, key, value, secrets.token_hex(8), lease)
-        write = messages.put(self.layout.value(key), stored, lease)
-        return [write, *ops] if ops else [write, messages.delete(*self.layout.parts(False, key))]
-
-    async def stored(
-        self, mark: Mark, of_item: bool, key: bytes, value: bytes, identity: str, lease: int
-    ) -> tuple[bytes, list[Op]]:
-        """Return what is stored for a value, and what makes its parts last; the parts themselves are written here."""
-        if len(value) <= PART_BYTES:
-            return pack(value), []
-        session, names = mark.session, []
-        for number, at in enumerate(range(0, len(value), PART_BYTES)):
-            names.append(self.layout.part(of_item, key, identity, number))
-            write = messages.put(names[-1], value[at : at + PART_BYTES], session.lease)
-            try:
-                await self.ties.writes.commit(Txn([session.ours()], [write]), Deadline(self.patience_s))
-            except LeaseGone:
-                raise await self._lease_gone(session) from None
-            except Refusal as error:
-                raise EtcdRefused(store=self.name, key=show(key), why=error.why) from None
-        last = [messages.put(name, b"", lease, keep_value=True) for name in names]
-        return pack(Parts(identity, len(names), len(value))), last
-
-    async def values(self, seen: Seen) -> list[bytes | None]:
-        """Return the values of single keys from what was read."""
-        values: list[bytes | None] = []
-        for found in seen:
-            kv = only(found)
-            values.append(None if kv is None else await self.whole(self.layout.key(kv.key), kv.value, found.revision))
-        return values
-
-    async def gather(self, of_item: bool, key: bytes, parts: Parts, revision: int) -> bytes:
-        names = [self.layout.part(of_item, key, parts.id, number) for number in range(parts.count)]
-        found = [(await self.look([messages.as_of(messages.get(name), revision)]))[0] for name in names]
-        return b"".join(one.kvs[0].value for one in found)
-
-    async def whole(self, key: bytes, stored: bytes, revision: int) -> bytes:
-        """Return a value from what is stored for it, as of a revision."""
-        value = unpack(stored)
-        return value if isinstance(value, bytes) else await self.gather(False, key, value, revision)
-
     # Reading
 
-    async def look(self, ops: Sequence[Op]) -> Seen:
-        """Read as of one moment."""
-        deadline = Deadline(self.patience_s)
+    async def look(self, ops: Sequence[Op], within: Deadline | None = None) -> Seen:
+        """Read as of one moment; a caller that waits only so long hears then that etcd does not answer."""
+        while True:
+            with contextlib.suppress(Compacted):  # what began to be read is gone: read what is there now
+                return await self.read(ops, within)
+
+    async def past(self, mark: Mark, ops: Sequence[Op], revision: int) -> Seen:
+        """Read as of a revision, for an answer that was lost; SessionLost, for none is known then, if it is gone."""
+        try:
+            return await self.read([messages.as_of(op, revision) for op in ops])
+        except Compacted as error:
+            mark.doubtful = True
+            raise SessionLost(peer=self.name, why=f"it was carried out, but its answer is lost: {error.why}") from None
+
+    async def read(self, ops: Sequence[Op], within: Deadline | None = None) -> Seen:
+        """Read as of one moment; Compacted if that is past, and etcd has no history of it."""
+        deadline = self.patience(within)
         unique = list(dict.fromkeys(ops))
         try:
             seen = await self.ties.reads.ranges(unique[:MANY], deadline)
@@ -232,6 +243,8 @@ class Ground:
                 some = [later[here : here + MANY] for here in range(at, min(len(later), at + MANY * AT_ONCE), MANY)]
                 for found in await asyncio.gather(*(self.ties.reads.ranges(part, deadline) for part in some)):
                     seen += found
+        except Compacted:
+            raise
         except Refusal as error:
             raise EtcdRefused(store=self.name, key=show(self.layout.base), why=error.why) from None
         if len(unique) == len(ops):
@@ -245,16 +258,24 @@ class Ground:
             return False
         async with contextlib.AsyncExitStack() as stack:
             futures = [await stack.enter_async_context(self.ties.watcher.waiting(*span, revision)) for span in spans]
-            return await one_of(futures, deadline)
+            return await self._heard(futures, deadline)
 
+    async def next_of(self, feed: Feed, deadline: Deadline, end: asyncio.Event) -> Event | None:
+        """Wait for a change; None when there is an end to the waiting, or time is up."""
+        change, ended = asyncio.ensure_future(feed.next()), asyncio.ensure_future(end.wait())
+        try:
+            await self._heard((change, ended), deadline)
+            return change.result() if change.done() else None
+        finally:
+            change.cancel()
+            ended.cancel()
 
-async def one_of(futures: Sequence[asyncio.Future[Any]], deadline: Deadline) -> bool:
-    """Wait for one of these; say whether it came in time. Timers of event loops may go off a little early."""
-    while True:
-        left_s = min(deadline.remaining(), LONGEST_S)
-        done, _ = await asyncio.wait(futures, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
-        if done or deadline.expired():
-            return bool(done)
+    async def _heard(self, futures: Sequence[asyncio.Future[Any]], deadline: Deadline) -> bool:
+        """Wait for one of these; NoQuorum when time is up and nobody could have told of a change lately."""
+        came = await one_of(futures, deadline)
+        if not came and self.ties.watcher.mute_s() > MUTE_S:
+            raise self.ties.client.no_quorum(deadline)
+        return came
 
 
 def only(found: Found) -> KV | None:

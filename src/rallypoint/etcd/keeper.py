@@ -10,7 +10,7 @@ import grpc
 
 from rallypoint.deadline import Deadline
 from rallypoint.etcd import answers, messages
-from rallypoint.etcd.client import ATTEMPT_S, Client
+from rallypoint.etcd.client import ATTEMPT_S, Client, stream_trouble
 from rallypoint.etcd.messages import Method
 
 __all__ = ["Kept", "Keeper"]
@@ -47,8 +47,9 @@ class Keeper:
         self._ttl_s = min(self._ttl_s, ttl_s)
 
     def remove(self, kept: Kept) -> None:
-        """Keep it alive no longer."""
-        self._kept.pop(kept.lease, None)
+        """Keep it alive no longer, unless another here has the same lease: a session that came back."""
+        if self._kept.get(kept.lease) is kept:
+            del self._kept[kept.lease]
 
     def close(self) -> None:
         """Keep none alive any longer."""
@@ -83,8 +84,8 @@ class Keeper:
                         gone.append(number)
                     left.remove(number)
                 endpoint.answered()
-            except grpc.aio.AioRpcError as error:
-                endpoint.failed(error.details() or error.code().name, since)
+            except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
+                endpoint.failed(stream_trouble(error), since)
                 await asyncio.sleep(min(0.1, deadline.remaining()))
             finally:
                 stream.cancel()

@@ -12,14 +12,17 @@ import secrets
 from rallypoint.core.records import TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.etcd import messages
-from rallypoint.etcd.ground import Decision, Ground, Seen, Ties, one_of
+from rallypoint.etcd.ground import Decision, Seen
 from rallypoint.etcd.layout import Parts, unpack
-from rallypoint.etcd.session import Mark, Session
+from rallypoint.etcd.mark import Mark
+from rallypoint.etcd.session import Session
+from rallypoint.etcd.ties import Ties, one_of
+from rallypoint.etcd.values import Values
 
 __all__ = ["Queues"]
 
 
-class Queues(Ground):
+class Queues(Values):
     """The queues of a store."""
 
     def __init__(self, ties: Ties, prefix: str) -> None:
@@ -32,9 +35,13 @@ class Queues(Ground):
 
     async def queue_push(self, mark: Mark, key: bytes, value: bytes) -> None:
         """Put an item at the end of a queue."""
-        identity = secrets.token_hex(8)
-        stored, ops = await self.stored(mark, True, key, value, identity, self.lease)
-        await self.blindly(mark, key, [messages.put(self.layout.item(key, identity), stored, self.lease), *ops])
+
+        async def decide(_: Seen) -> Decision:
+            identity = secrets.token_hex(8)
+            stored, there, lasting = await self.stored(mark, True, key, value, identity, self.lease)
+            return Decision(None, there, [messages.put(self.layout.item(key, identity), stored, self.lease), *lasting])
+
+        await self.change(mark, key, decide, (), [])
 
     async def queue_pop(self, mark: Mark, key: bytes) -> bytes | None:
         """Take the first item of a queue, or return None where it is empty."""
@@ -42,17 +49,20 @@ class Queues(Ground):
 
     async def put_back(self, session: Session, key: bytes, value: bytes) -> None:
         """Put an item to the front again, whose taker is gone."""
-        fronts = messages.get(*self.layout.fronts(key), limit=1, names_only=True)
         with session.own_mark() as mark:
-            stored, ops = await self.stored(mark, True, key, value, secrets.token_hex(8), self.lease)
+            await self._put_back(mark, key, value)
 
-            async def decide(seen: Seen) -> Decision:
-                number = int(seen[0].kvs[0].key[-20:]) - 1 if seen[0].kvs else 10**19
-                name = self.layout.front(key, number)
-                item = messages.put(name, stored, self.lease)
-                return Decision(None, [messages.version_is(name, 0)], [item, *ops])
+    async def _put_back(self, mark: Mark, key: bytes, value: bytes) -> None:
+        fronts = messages.get(*self.layout.fronts(key), limit=1, names_only=True)
 
-            await self.change(mark, key, decide, [fronts])
+        async def decide(seen: Seen) -> Decision:
+            stored, there, lasting = await self.stored(mark, True, key, value, secrets.token_hex(8), self.lease)
+            number = int(seen[0].kvs[0].key[-20:]) - 1 if seen[0].kvs else 10**19
+            name = self.layout.front(key, number)
+            first = messages.none_in(self.layout.fronts(key)[0], name + b"\0")
+            return Decision(True, [first, *there], [messages.put(name, stored, self.lease), *lasting])
+
+        await self.change(mark, key, decide, [fronts])
 
     async def wait_item(self, mark: Mark, key: bytes, deadline: Deadline) -> bytes | TimedOut:
         """Take the first item of a queue once there is one, after those who came to wait here before."""
@@ -61,9 +71,11 @@ class Queues(Ground):
             return TimedOut((key,))
         try:
             while True:
-                item, revision = await self._take(mark, key)
+                item, revision = await self._take(mark, key, deadline)
                 if item is not None:
                     return item
+                if mark.proven:  # that there was none: no attempt of before can take one now
+                    mark.advance()
                 if not await self.change_of((self.layout.queue(key),), revision, deadline):
                     return TimedOut((key,))
         finally:
@@ -71,23 +83,32 @@ class Queues(Ground):
             if not line.waiting and not line.busy:
                 self._lines.pop(key, None)
 
-    async def _take(self, mark: Mark, key: bytes) -> tuple[bytes | None, int]:
+    async def _take(self, mark: Mark, key: bytes, within: Deadline | None = None) -> tuple[bytes | None, int]:
         """Take the first item of a queue; return it, or None, and the revision at which it was looked for.
 
-        It is not to be interrupted half-way: who gives up meanwhile has the item put back.
+        It is not to be interrupted half-way: who gives up meanwhile has the item put back, and so has who is told that
+        etcd does not answer.
         """
-        taking = asyncio.ensure_future(self._take_now(mark, key))
-        try:
-            return await asyncio.shield(taking)
-        except asyncio.CancelledError:
-            self.loosely(self._give_back(taking, mark.session, key))
-            raise
+        await self.settled(mark)
+        return await self.unbroken(
+            mark,
+            self._take_now(mark, key, within),
+            lambda taken: self._give_back(mark, key, taken[0]),
+            lambda: self._recover(mark, key),
+        )
 
-    async def _take_now(self, mark: Mark, key: bytes) -> tuple[bytes | None, int]:
-        looks = [
-            messages.get(*self.layout.fronts(key), limit=1),
-            messages.get(*self.layout.items(key), limit=1, oldest_first=True),
-        ]
+    async def _recover(self, mark: Mark, key: bytes) -> None:
+        """Put back what was taken, if anything was."""
+        stored, at, _ = await self.resolve(mark, key)
+        item = None if stored is None else unpack(stored)
+        if isinstance(item, Parts):
+            item = await self.regained(mark, key, item, at - 1)
+        await self._give_back(mark, key, item)
+
+    async def _take_now(self, mark: Mark, key: bytes, within: Deadline | None) -> tuple[bytes | None, int]:
+        fronts, items = self.layout.fronts(key), self.layout.items(key)
+        looks = [messages.get(*fronts, limit=1), messages.get(*items, limit=1, oldest_first=True)]
+        wholes: dict[bytes, bytes] = {}
         revision = 0
 
         async def decide(seen: Seen) -> Decision:
@@ -97,23 +118,30 @@ class Queues(Ground):
             if kv is None:
                 return Decision(None)
             value = unpack(kv.value)
+            first = messages.none_in(fronts[0], min(kv.key, fronts[1]))
             ops = [messages.delete(kv.key)]
-            if isinstance(value, Parts):
+            if isinstance(value, Parts):  # read before it is taken: etcd may be compacted at any time
+                wholes[kv.value] = await self.gather(True, key, value, revision)
                 ops.append(messages.delete(*self.layout.parts(True, key, value.id)))
-            return Decision(kv.value, [messages.modified_at(kv.key, kv.modified)], ops)
+            return Decision(kv.value, [messages.modified_at(kv.key, kv.modified), first], ops)
 
-        stored, at = await self.change(mark, key, decide, looks)
+        if mark.proven and mark.answer is True:  # what it took was put back; the answer to a take is bytes, or None
+            mark.advance()
+        stored, at, _ = await self.change(mark, key, decide, looks, within=within)
         if stored is None:
-            return None, revision
+            return None, at - 1 if mark.proven else revision
         item = unpack(stored)
         if isinstance(item, Parts):
-            item = await self.gather(True, key, item, (at or revision) - 1)
+            item = wholes[stored] if stored in wholes else await self.regained(mark, key, item, at - 1)
         return item, revision
 
-    async def _give_back(self, taking: asyncio.Future[tuple[bytes | None, int]], session: Session, key: bytes) -> None:
-        item, _ = await taking
+    async def _give_back(self, mark: Mark, key: bytes, item: bytes | None) -> None:
+        """Put an item back for one who gave up, in a stage of its own: if it asks again, it takes one anew."""
         if item is not None:
-            await self.put_back(session, key, item)
+            mark.advance()
+            await self._put_back(mark, key, item)
+        if mark.proven:
+            mark.advance()
 
 
 class _Line:

@@ -3,7 +3,8 @@
 A session is a lease, and under it a record and *lanes*. Every change is one transaction that also writes the number of
 its request, and the answer, to a lane; and it happens only if the record is the one we know, and the lane's number is
 lower. So an attempt whose fate is unknown can be made again: it takes effect once, and the lane says with what answer.
-A lane is used again when its answer was seen. Attempts that arrive late find a higher number, and do nothing.
+A lane is used again when its answer was seen. Attempts that arrive late find a higher number, and do nothing; more of
+that in `etcd/mark.py`.
 
 A session may move: whoever resumes it writes a new record, and from then on what the former one still had under way
 does nothing. When the lease ends, because nobody keeps it alive, the record, the lanes and all leased keys are gone.
@@ -16,7 +17,6 @@ import contextlib
 import math
 import secrets
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import msgspec
 
@@ -27,14 +27,13 @@ from rallypoint.etcd.answers import KV
 from rallypoint.etcd.client import Client, LeaseGone, Refusal
 from rallypoint.etcd.keeper import Keeper
 from rallypoint.etcd.layout import Layout
-from rallypoint.etcd.messages import Compare, Method, Op, Txn
+from rallypoint.etcd.mark import Lanes, Mark, read_lane
+from rallypoint.etcd.messages import Compare, Method, Txn
 
-__all__ = ["Mark", "Session", "answered"]
+__all__ = ["Mark", "Session"]
 
 LEAST_TTL_S = 2
 """The shortest time to live that etcd grants, with its usual election time-out."""
-
-_DIGITS = 20
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -45,93 +44,6 @@ class _Record(msgspec.Struct, frozen=True):
     lease: int
     epoch: int
     by: str
-
-
-class Mark:
-    """The proof that one request took effect, to be written with it."""
-
-    __slots__ = ("_fresh", "answer", "doubtful", "lane", "number", "session")
-
-    def __init__(self, session: Session, number: int, lane: bytes, fresh: bool) -> None:
-        self.session = session
-        self.number = number
-        self.lane = lane
-        self._fresh = fresh
-        self.doubtful = False
-        """Whether it may have taken effect already."""
-
-        self.answer: Any = None
-        """What it was answered, once it is known that it took effect."""
-
-    @property
-    def reusable(self) -> bool | None:
-        """Whether its lane may be used again as one that is there (True), or that is not (False); None: not known."""
-        return None if self._fresh and self.doubtful else not self._fresh
-
-    def wrote(self) -> None:
-        """Note that it took effect, and its lane is there."""
-        self._fresh = self.doubtful = False
-
-    def guards(self) -> list[Compare]:
-        """Return what has to hold for it to take effect."""
-        if self._fresh:
-            lane = messages.version_is(self.lane, 0)
-        else:
-            lane = messages.value_below(self.lane, b"%020d" % self.number)
-        return [self.session.ours(), lane]
-
-    def proof(self, answer: Any) -> Op:
-        """Return what is written when it does."""
-        return messages.put(self.lane, answered(self.number, answer), self.session.lease)
-
-    def begun(self) -> Op:
-        """Return what is written when it is under way, and somebody else will write the proof."""
-        return messages.put(self.lane, b"%020d " % self.number, self.session.lease)
-
-    def look(self) -> list[Op]:
-        """Return what reads whether it did."""
-        return [messages.get(self.session.place), messages.get(self.lane)]
-
-    def took_effect(self, record: list[KV], lane: list[KV]) -> bool:
-        """Say so, from what was read, and keep the answer; raise SessionLost if the session is not ours any more."""
-        if not record or record[0].value != self.session.record:
-            raise self.session.end_of_it(record)
-        return bool(lane) and self.proved(lane[0].value)
-
-    def proved(self, lane: bytes) -> bool:
-        """Say whether it took effect, from what is in its lane, and keep the answer."""
-        number, _, answer = lane.partition(b" ")
-        if int(number) != self.number or not answer:
-            return False
-        self.answer = msgspec.msgpack.decode(answer)
-        self.wrote()
-        return True
-
-
-def answered(number: int, answer: Any) -> bytes:
-    """Return what is in a lane when a request was carried out."""
-    return b"%020d " % number + msgspec.msgpack.encode(answer)
-
-
-class _Lanes:
-    """The lanes of a session that can be used again, and those that are still to be made."""
-
-    def __init__(self, prefix: bytes) -> None:
-        self._prefix = prefix
-        self._made = 0
-        self._free: list[tuple[bytes, bool]] = []  # and whether it is not there yet
-
-    def mark(self, session: Session, number: int) -> Mark:
-        """Give a request a lane; numbers must grow."""
-        if not self._free:
-            self._made += 1
-            self._free.append((self._prefix + b"%d" % self._made, True))
-        return Mark(session, number, *self._free.pop())
-
-    def free(self, mark: Mark) -> None:
-        """Take a lane back, unless it is not known whether it is there."""
-        if mark.reusable is not None:
-            self._free.append((mark.lane, not mark.reusable))
 
 
 class Session:
@@ -150,8 +62,8 @@ class Session:
         self._why = ""
         self._marks: dict[int, Mark] = {}
         self._road = layout.lanes + identity.hex().encode() + b"/"
-        self._lanes = _Lanes(self._road + b"%d-" % record.epoch)
-        self._own_lanes = _Lanes(self._road + b"own-%d-" % record.epoch)
+        self._lanes = Lanes(self._road + b"%d-" % record.epoch)
+        self._own_lanes = Lanes(self._road + b"own-%d-" % record.epoch)
         self._own = 0
         keeper.add(self)
 
@@ -159,14 +71,16 @@ class Session:
     async def open(cls, client: Client, keeper: Keeper, layout: Layout, name: str, ttl_s: float) -> Session:
         """Begin a session."""
         identity = secrets.token_bytes(16)
-        place = _place(layout, identity)
         deadline = Deadline(keeper.patience_s)
         ttl_s = max(LEAST_TTL_S, math.ceil(ttl_s))
-        data = (await client.call(Method.LEASE_GRANT, messages.lease(0, ttl_s), deadline)).data
-        lease, _ = answers.read_lease(data)
+        while True:
+            data = (await client.call(Method.LEASE_GRANT, messages.lease(0, ttl_s), deadline)).data
+            lease, _ = answers.read_lease(data)
+            record = _Record(name, secrets.token_hex(4), lease, 1, keeper.name)
+            with contextlib.suppress(LeaseGone):  # it took longer than the lease lives
+                await _write_record(client, _place(layout, identity), None, record, deadline)
+                break
         keeper.hurry(ttl_s)
-        record = _Record(name, secrets.token_hex(4), lease, 1, keeper.name)
-        await _write_record(client, place, None, record, deadline)
         return cls(client, keeper, layout, identity, record)
 
     @classmethod
@@ -186,7 +100,11 @@ class Session:
             except LeaseGone:
                 return None
         session = cls(client, keeper, layout, identity, record)
-        await session._find_lanes(deadline)
+        try:
+            await session._find_lanes(deadline)
+        except BaseException:
+            session.forget()
+            raise
         return session
 
     def mark(self, number: int) -> Mark:
@@ -251,9 +169,10 @@ class Session:
         for kv in answers.read_range((await self._client.call(Method.RANGE, op.body, deadline)).data).kvs:
             if kv.key.startswith(own):
                 continue
-            number = int(kv.value[:_DIGITS])
+            number, stage, _ = read_lane(kv.value)
             mark = self._marks[number] = Mark(self, number, kv.key, False)
-            mark.doubtful = True
+            mark.stage = stage
+            mark.doubtful = not mark.proved(kv.value, kv.modified)
 
 
 def _place(layout: Layout, identity: bytes) -> bytes:

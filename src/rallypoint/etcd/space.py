@@ -15,14 +15,16 @@ from rallypoint.errors import EtcdRefused
 from rallypoint.etcd import messages
 from rallypoint.etcd.address import Address
 from rallypoint.etcd.answers import KV
-from rallypoint.etcd.client import Client, LeaseGone, Refusal
+from rallypoint.etcd.client import Client, Refusal
 from rallypoint.etcd.counters import Counters
-from rallypoint.etcd.ground import PART_BYTES, Decision, Seen, Ties, as_seen
+from rallypoint.etcd.ground import Decision, Seen, as_seen, only
 from rallypoint.etcd.layout import pack
 from rallypoint.etcd.messages import Compare, Txn
 from rallypoint.etcd.queues import Queues
 from rallypoint.etcd.run import RunLease
 from rallypoint.etcd.session import Mark, Session
+from rallypoint.etcd.ties import Ties
+from rallypoint.etcd.values import PART_BYTES
 from rallypoint.etcd.watcher import Feed
 
 __all__ = ["Space"]
@@ -90,7 +92,7 @@ class Space(Queues, Counters):
 
     async def multi_get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return values as of one moment, None where there is no such key."""
-        return await self.values(await self.look([messages.get(self.layout.value(key)) for key in keys]))
+        return (await self.valued([messages.get(self.layout.value(key)) for key in keys]))[0]
 
     async def check(self, keys: Sequence[bytes]) -> bool:
         """Say whether all the keys exist now, as keys or as queues."""
@@ -112,7 +114,7 @@ class Space(Queues, Counters):
     async def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
         """Return when all the keys exist at once."""
         while True:
-            missing, revision = await self._missing(keys)
+            missing, revision = await self._missing(keys, deadline)
             if not missing:
                 return None
             value = self.layout.value(missing[0])
@@ -123,13 +125,12 @@ class Space(Queues, Counters):
         """Return the values of the keys once all exist."""
         ops = [messages.get(self.layout.value(key)) for key in keys]
         while True:
-            seen = await self.look(ops)
-            values = await self.values(seen)
+            values, revision = await self.valued(ops, deadline)
             missing = [key for key, value in zip(keys, values, strict=True) if value is None]
             if not missing:
                 return [value for value in values if value is not None]
             where = (self.layout.value(missing[0]), b"")
-            if not await self.change_of((where,), seen[0].revision, deadline):
+            if not await self.change_of((where,), revision, deadline):
                 return TimedOut(tuple(dict.fromkeys(missing)))
 
     def feed(self, prefix: bytes) -> Feed:
@@ -141,29 +142,39 @@ class Space(Queues, Counters):
 
     async def set(self, mark: Mark, key: bytes, value: bytes) -> None:
         """Write a value."""
-        await self.blindly(mark, key, await self.writing(mark, key, value))
+        await self._write(mark, key, value)
+
+    async def lease_key(self, mark: Mark, key: bytes, value: bytes) -> None:
+        """Write a key that goes with the session of the mark."""
+        await self._write(mark, key, value, mark.session.lease)
+
+    async def _write(self, mark: Mark, key: bytes, value: bytes, lease: int | None = None) -> None:
+        async def decide(_: Seen) -> Decision:
+            return Decision(None, *await self.writing(mark, key, value, lease))
+
+        await self.change(mark, key, decide, (), [])
 
     async def multi_set(self, mark: Mark, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        """Write all pairs: as one change as far as etcd can (`LEVEL`, `SET_BYTES`), else as several."""
-        slices = list(_slices(list(dict(pairs).items())))
-        for number, some in enumerate(slices, 1):
-            if number == len(slices):
+        """Write all pairs: as one change as far as etcd can (`LEVEL`, `SET_BYTES`), else as several, stage by stage."""
+        for stage, some in enumerate(_slices(list(dict(pairs).items()))):
+            if stage > mark.stage:
+                mark.advance()
+            if stage == mark.stage and not mark.proven:
+                mark.doubtful = mark.doubtful or stage > 0
                 await self._set_some(mark, some)
-            else:
-                with mark.session.own_mark() as own:
-                    await self._set_some(own, some)
 
     async def _set_some(self, mark: Mark, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         """Write pairs as one change; as a rule none of the keys had a value in parts, and then that is all."""
-        writes = [await self.writing(mark, key, value) for key, value in pairs]
         spans = [self.layout.parts(False, key) for key, _ in pairs]
         no_parts = messages.none_in(min(spans)[0], max(spans)[1])
 
         async def decide(seen: Seen) -> Decision:
-            small = not seen and all(len(ops) == 2 for ops in writes)
-            ops = [ops[0] for ops in writes] if small else [op for ops in writes for op in ops]
+            writes = [await self.writing(mark, key, value) for key, value in pairs]
+            small = not seen and all(len(ops) == 2 for _, ops in writes)
+            ops = [ops[0] for _, ops in writes] if small else [op for _, ops in writes for op in ops]
+            there = [compare for compares, _ in writes for compare in compares]
             nested = [Txn((), ops[at : at + LEVEL]).as_op() for at in range(0, len(ops), LEVEL)]
-            return Decision(None, [no_parts] if small else (), nested)
+            return Decision(None, [no_parts] if small else there, nested)
 
         look = messages.get(self.layout.executor, names_only=True)  # anything: to tell a second attempt from the first
         await self.change(mark, pairs[0][0], decide, [look], [])
@@ -174,7 +185,8 @@ class Space(Queues, Counters):
 
         async def decide(seen: Seen) -> Decision:
             old = (await self.values(seen))[0] or b""
-            return Decision(None, [as_seen(name, seen)], await self.writing(mark, key, old + value))
+            there, ops = await self.writing(mark, key, old + value)
+            return Decision(None, [as_seen(name, seen), *there], ops)
 
         await self.change(mark, key, decide, [messages.get(name)])
 
@@ -199,41 +211,28 @@ class Space(Queues, Counters):
             mark, key, lambda name: messages.lease_is(name, lease), lambda kv: kv.lease == lease
         )
 
-    async def lease_key(self, mark: Mark, key: bytes, value: bytes) -> None:
-        """Write a key that goes with the session of the mark."""
-        await self.blindly(mark, key, await self.writing(mark, key, value, mark.session.lease))
-
     async def delete_prefix(self, mark: Mark, prefix: bytes) -> int:
-        """Delete every key and queue whose name starts with a prefix, and return how many there were."""
+        """Delete every key and queue whose name starts with a prefix, and return how many there were.
+
+        What there was is read in the same transaction, or, when its answer was lost, as of the revision before it.
+        """
         layout = self.layout
         spans = [layout.values(prefix), layout.queues(prefix)]
         looks = [messages.get(*span, names_only=True) for span in spans]
         spans += [layout.all_parts(False, prefix), layout.all_parts(True, prefix)]
 
-        async def decide(seen: Seen) -> Decision:
-            queues = {layout.queue_name(kv.key) for kv in seen[1].kvs}
-            return Decision(len(seen[0].kvs) + len(queues), (), [messages.delete(*span) for span in spans])
+        async def decide(_: Seen) -> Decision:
+            return Decision(None, (), [*looks, *(messages.delete(*span) for span in spans)])
 
-        return int((await self.change(mark, prefix, decide, looks))[0])
-
-    async def claim(self, session: Session) -> int | None:
-        """Make a session the executor, or wait until that is free; return the revision at which it became it."""
-        office = self.layout.executor
-        txn = Txn([messages.version_is(office, 0)], [messages.put(office, session.place, session.lease)])
-        try:
-            result, _ = await self.ties.writes.commit(txn, Deadline(self.patience_s))
-        except LeaseGone:
-            raise session.end_of_it() from None
-        if result.succeeded:
-            return result.revision
-        await self.change_of([(office, b"")], result.revision, Deadline(float("inf")))
-        return None
+        _, at, there = await self.change(mark, prefix, decide, (), [])
+        values, items, *_ = there or await self.past(mark, looks, at - 1)
+        return len(values.kvs) + len({layout.queue_name(kv.key) for kv in items.kvs})
 
     async def revision(self) -> int:
         """Return the revision that etcd is at now."""
         return (await self.look([messages.get(self.layout.sessions)]))[0].revision
 
-    async def _missing(self, keys: Sequence[bytes]) -> tuple[list[bytes], int]:
+    async def _missing(self, keys: Sequence[bytes], within: Deadline | None = None) -> tuple[list[bytes], int]:
         """Return which of the keys exist neither as a key nor as a queue, and as of which revision."""
         if not keys:
             return [], 0
@@ -241,7 +240,7 @@ class Space(Queues, Counters):
         for key in keys:
             ops += [messages.get(self.layout.value(key), names_only=True)]
             ops += [messages.get(*self.layout.queue(key), limit=1, names_only=True)]
-        seen = await self.look(ops)
+        seen = await self.look(ops, within)
         missing = [key for at, key in enumerate(keys) if not seen[2 * at].kvs and not seen[2 * at + 1].kvs]
         return list(dict.fromkeys(missing)), seen[0].revision
 
@@ -250,21 +249,26 @@ class Space(Queues, Counters):
     ) -> tuple[bool, bytes | None]:
         """Write if the value is the expected one, or if there is none and it `creates`; return whether, and what is."""
         name = self.layout.value(key)
-        ops = await self.writing(mark, key, desired)
         small = len(expected or b"") <= PART_BYTES
-        value: bytes | None = None
+        known: dict[bytes, bytes | None] = {}
 
         async def decide(seen: Seen) -> Decision:
-            nonlocal value
-            if not seen:  # it will be as expected
+            if seen:
+                kv, value = only(seen[0]), (await self.values(seen))[0]
+                if not (creates if value is None else value == expected):
+                    if kv is not None:
+                        known[kv.value] = value
+                    return Decision((False, kv and kv.value), [as_seen(name, seen)])
+                condition = as_seen(name, seen)
+            else:  # it will be as expected
                 condition = messages.version_is(name, 0) if creates else messages.value_is(name, pack(expected or b""))
-                return Decision(True, [condition], ops)
-            value = (await self.values(seen))[0]
-            fits = creates if value is None else value == expected
-            return Decision(True, [as_seen(name, seen)], ops) if fits else Decision(False)
+            there, ops = await self.writing(mark, key, desired)
+            return Decision((True, None), [condition, *there], ops)
 
-        won, _ = await self.change(mark, key, decide, [messages.get(name)], [] if small else None)
-        return bool(won), value
+        (won, stored), at, _ = await self.change(mark, key, decide, [messages.get(name)], [] if small else None)
+        if stored is None or stored in known:
+            return won, known.get(stored)
+        return won, await self.whole(key, stored, at)
 
     async def _delete_if(
         self, mark: Mark, key: bytes, condition: Callable[[bytes], Compare], holds: Callable[[KV], bool]
@@ -278,7 +282,7 @@ class Space(Queues, Counters):
         async def decide(seen: Seen) -> Decision:
             return yes if not seen or (seen[0].kvs and holds(seen[0].kvs[0])) else Decision(False)
 
-        return bool((await self.change(mark, key, decide, [messages.get(name, names_only=True)], []))[0])
+        return bool((await self.change(mark, key, decide, [messages.get(name, names_only=True)], [])).answer)
 
 
 def _slices(pairs: list[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:

@@ -27,7 +27,7 @@ from rallypoint.core.records import Event
 from rallypoint.errors import SessionLost, StoreClosed
 from rallypoint.etcd import answers, messages
 from rallypoint.etcd.answers import Change, WatchAnswer
-from rallypoint.etcd.client import Client
+from rallypoint.etcd.client import Client, stream_trouble
 from rallypoint.etcd.messages import Method
 
 __all__ = ["Feed", "Spot", "Watcher"]
@@ -77,8 +77,9 @@ class Spot(_Interest):
         self.wake()
 
     def gap(self, to: int) -> None:
-        self._last, self.since, self.changed_at = None, to, to
-        self.wake()
+        for future in self.waiting:
+            if not future.done():
+                future.set_result(None)
 
     def wake(self) -> None:
         """Tell of the last change, if it is known, whoever waits for one or may have missed one."""
@@ -121,6 +122,10 @@ class Feed(_Interest):
         self._over = self._over or error
         self._bell.set()
 
+    def unread(self, event: Event) -> None:
+        """Take a change back that could not be delivered."""
+        self._events.appendleft(event)
+
     async def next(self) -> Event:
         """Return the next change, waiting for it."""
         while not self._events:
@@ -148,6 +153,7 @@ class Watcher:
         self._wanted: deque[bytes] = deque()
         self._bell = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
+        self._mute_since: float | None = None
 
     @contextlib.asynccontextmanager
     async def waiting(self, first: bytes, end: bytes, revision: int) -> AsyncIterator[asyncio.Future[Change | None]]:
@@ -182,6 +188,10 @@ class Watcher:
         if self._interests.pop(number, None) is not None:
             self._ask(messages.cancel_watch(number))
 
+    def mute_s(self) -> float:
+        """Return how long ago the stream broke, if none has said anything since."""
+        return 0.0 if self._mute_since is None else time.monotonic() - self._mute_since
+
     def close(self) -> None:
         """Stop all; feeds end."""
         if self._task is not None:
@@ -203,14 +213,20 @@ class Watcher:
 
     async def _run(self) -> None:
         while True:
+            while not self._interests:
+                self._mute_since = None
+                self._bell.clear()
+                await self._bell.wait()
             endpoint = self._client.some_endpoint()
             why = "its watch stream ended"
             try:
                 await self._one_stream(self._client.stream(Method.WATCH, endpoint))
-            except grpc.aio.AioRpcError as error:
-                why = error.details() or error.code().name
             except asyncio.TimeoutError:
                 why = f"its watch stream was silent for {SILENCE_S:g} s"
+            except Exception as error:  # whatever it was: without this task, all who wait would wait for ever
+                why = stream_trouble(error)
+            if self._mute_since is None:
+                self._mute_since = time.monotonic()
             endpoint.failed(why, time.monotonic() - SILENCE_S)
             await asyncio.sleep(PAUSE_S)
 
@@ -250,6 +266,7 @@ class Watcher:
                     data, reading, asked = reading.result(), None, False
                     if data is grpc.aio.EOF:
                         return
+                    self._mute_since = None
                     self._take(answers.read_watch(data))
                 elif asked and self._interests:
                     raise asyncio.TimeoutError
@@ -265,23 +282,19 @@ class Watcher:
         if interest is None:
             return
         if answer.cancelled:
-            if answer.compacted:
-                interest.revision = answer.compacted
-                interest.gap(answer.compacted)
-                self._ask(messages.watch(answer.watch, interest.first, interest.end, interest.revision))
-            elif answer.why:
-                self._refused(answer.watch, interest, answer.why)
+            self._ended(answer.watch, interest, answer)
         elif answer.changes:
             interest.revision = answer.changes[-1].revision + 1
             interest.came(answer)
         elif not answer.created:  # progress: all before it has been delivered
             interest.revision = max(interest.revision, answer.revision + 1)
 
-    def _refused(self, number: int, interest: _Interest, why: str) -> None:
-        """Etcd ended a watch: what waits at a spot reads again, and hears there what is wrong."""
-        if isinstance(interest, Feed):
-            interest.end_with(SessionLost(peer=self.name, why=f"etcd ended the watch: {why}"))
-        elif isinstance(interest, Spot):
-            interest.gap(interest.revision)
-            self._spots.pop((interest.first, interest.end), None)
-        self._interests.pop(number, None)
+    def _ended(self, number: int, interest: _Interest, answer: WatchAnswer) -> None:
+        """Etcd ended a watch: what waits at a spot reads again, hears there what is wrong, and may come back."""
+        del self._interests[number]
+        if isinstance(interest, Feed) and not answer.compacted:
+            interest.end_with(SessionLost(peer=self.name, why=f"etcd ended the watch: {answer.why}"))
+        else:
+            interest.gap(answer.compacted)
+        if isinstance(interest, Spot) and self._spots.get((interest.first, interest.end)) == number:
+            del self._spots[interest.first, interest.end]

@@ -173,6 +173,9 @@ class EtcdBackend(Backend):
         assert task is not None
         self._tasks.add(task)
         try:
+            if self._closed:
+                work.close()
+                raise StoreClosed(store=self.name)
             return await work
         except asyncio.CancelledError:
             if self._closed:
@@ -204,6 +207,8 @@ class EtcdBackend(Backend):
             if self._session is not None and self._session.lost.is_set():
                 self._forget(self._session)
             if self._session is None:
+                if self._executor is not None:
+                    self._executor.stop()
                 self._session = await self._space.open_session(net.caller_name())
                 self._executor = Executor(self._space, self._session)
             return self._session
@@ -220,8 +225,13 @@ class EtcdBackend(Backend):
 
     async def _lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
         session = await self._space.open_session(net.caller_name(), ttl_s) if ttl_s else await self._here()
-        with session.own_mark() as mark:
-            await self._space.lease_key(mark, key, value)
+        try:
+            with session.own_mark() as mark:
+                await self._space.lease_key(mark, key, value)
+        except BaseException:
+            if ttl_s:
+                session.forget()  # it ends by itself
+            raise
         former = self._leases.get(key)
         self._leases[key] = session
         await self._let_go(former)
@@ -289,7 +299,11 @@ class _EtcdFeed(Feed):
             return TimedOut(())
         if event.value is None:
             return event
-        whole = await self._backend._space.whole(event.key, event.value, event.revision)
+        try:
+            whole = await self._backend._space.whole(event.key, event.value, event.revision // watcher.PLACES)
+        except BaseException:
+            self.feed.unread(event)
+            raise
         return event._replace(value=whole)
 
 
