@@ -1,9 +1,9 @@
 """Run the seeded tests again and again, with fresh seeds each round, until the time is over or a round fails.
 
 A round is one run of pytest over `SEEDED`: histories of real processes that must be linearizable, simulations with
-random cuts and deaths, those of shared objects included, everything that hypothesis makes up, and jobs under the
-launcher whose workers are killed for a minute. Its seeds follow from one number, which is printed before it starts. The
-first failure ends the soak, with the command that runs that round again.
+random cuts and deaths, those of shared objects and of a store in etcd included, everything that hypothesis makes up,
+and jobs under the launcher whose workers are killed for a minute. Its seeds follow from one number, which is printed
+before it starts. The first failure ends the soak, with the command that runs that round again.
 """
 
 from __future__ import annotations
@@ -29,14 +29,21 @@ SEEDED = (
     "tests/store/test_file.py::test_a_process_killed_while_it_compacts_all_the_time_loses_nothing",
     "tests/elastic/test_pi.py",
     "tests/interop/test_ddp_elastic.py",
+    "tests/etcd/test_simulation.py",
+    "tests/etcd/test_histories.py",
 )
 KILLING_S = 60
 """How long the workers of an example are killed, one by one."""
 
 
+SCHEDULES = 1000
+"""How many schedules each simulation of a store in etcd has."""
+
+
 def replay(seed: int, histories: int, tests: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables and the command of the round with this first seed."""
     variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories), "KILLING_S": str(KILLING_S)}
+    variables["SEEDS"] = str(SCHEDULES)
     return variables, [sys.executable, "-m", "pytest", "-x", "-q", f"--hypothesis-seed={seed}", *tests]
 
 

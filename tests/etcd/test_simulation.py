@@ -24,13 +24,13 @@ from rallypoint.core.engine import Engine
 from rallypoint.core.records import TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import NoQuorum, NotAnInteger, SessionLost
-from rallypoint.etcd import additions, space, values
+from rallypoint.etcd import additions, messages, space, values
 from rallypoint.etcd.executor import Executor
 from rallypoint.etcd.mark import Mark
 from rallypoint.etcd.session import Session
 from rallypoint.etcd.space import Space
 
-SEEDS = int(os.environ.get("SEEDS", "300"))
+SEEDS = int(os.environ.get("SEEDS", "100"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "1"))
 SLICE = 50
 """How many seeds one test runs."""
@@ -289,6 +289,10 @@ def test_so_they_are_when_many_add_to_one_counter(first, monkeypatch):
 
 @seeds
 def test_items_that_somebody_gave_up_to_wait_for_are_neither_lost_nor_doubled(first):
+    check_takers(first)
+
+
+def check_takers(first: int) -> None:
     for seed in range(first, first + SLICE):
         world = a_world(seed)
         pushed, taken = world.run(some_takers(world))
@@ -420,3 +424,31 @@ def apart(history: list[Operation]) -> Iterator[Operation]:
             continue
         for pair in operation.arguments[0]:
             yield operation._replace(kind="set", arguments=pair)
+
+
+def forgetful_guards(self: Mark) -> list[bytes]:
+    return [self.session.ours()]
+
+
+async def careless(self: Space, mark: Mark, work: Any, undo: Any, recover: Any) -> Any:
+    return await work
+
+
+MUTANTS: dict[str, tuple[Any, str, Any, Callable[[int], Any]]] = {
+    "a change that does not look at its lane": (Mark, "guards", forgetful_guards, check_histories),
+    "a session that is not fenced off": (
+        Session,
+        "ours",
+        lambda self: messages.exists(self.place),
+        lambda first: check_histories(first, moves=0.4),
+    ),
+    "a take that is interrupted half-way": (Space, "unbroken", careless, check_takers),
+}
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_the_simulation_notices(mutant, monkeypatch):
+    where, name, worse, run = MUTANTS[mutant]
+    monkeypatch.setattr(where, name, worse)
+    with pytest.raises((AssertionError, RuntimeError)):
+        run(1)

@@ -21,7 +21,7 @@ from unittest import mock
 
 import grpc
 import grpc.aio
-from tests.etcd.fake import FakeEtcd, Refused
+from tests.etcd.fake import FakeEtcd, Refused, within
 
 from rallypoint.etcd.client import Client, Endpoint
 from rallypoint.etcd.messages import Method
@@ -246,8 +246,8 @@ class FakeWatch:
 
     def _heard(self, entries: list[Any]) -> None:
         for watch, (first, end) in self._watches.items():
-            mine = [entry for entry in entries if entry in self._world.etcd.since(entry.revision, first, end)]
-            if mine and first:
+            mine = [entry for entry in entries if first and within(entry.key, first, end)]
+            if mine:
                 self._tell(self._world.etcd.watch_answer(watch, mine))
 
     def _tell(self, data: bytes) -> None:

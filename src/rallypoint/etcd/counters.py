@@ -79,7 +79,7 @@ class Counters(Additions):
         value = (await self.values(seen[:1]))[0]
         return 0 if value is None else number_or_not(key, value)
 
-    # Barriers. Stage 0 of the mark is the arrival, its answer the count; stage 1 says whether it was let through.
+    # Barriers. Even stages of the mark are arrivals, their answer the count; odd ones say whether it was let through.
 
     async def barrier(self, mark: Mark, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
         """Count one arrival on an ordinary key and return when it has reached `size`; who gives up is taken back.
@@ -88,7 +88,10 @@ class Counters(Additions):
         """
         await self.settled(mark)
         through = False
-        if mark.stage == 0:
+        if mark.stage % 2 == 0 and mark.proven and mark.answer is False:  # it was given up before it had arrived
+            mark.advance()
+            mark.advance()
+        if mark.stage % 2 == 0:
             done = await self.unbroken(
                 mark,
                 self._arrive(mark, key, size, deadline),
@@ -154,7 +157,7 @@ class Counters(Additions):
 
     async def _give_up(self, mark: Mark, key: bytes, size: int, count: int | bytes | None) -> None:
         """Take an arrival back that was made for one who gave up meanwhile."""
-        if isinstance(count, int) and count < size:
+        if isinstance(count, int) and count is not False and count < size:
             mark.advance()
             await self._leave(mark, key, size)
 

@@ -187,10 +187,10 @@ class Ground:
             raise
 
     async def resolve(self, mark: Mark, key: bytes) -> Done:
-        """Find out what came of a request, and see to it that no attempt at it takes effect any more."""
+        """Find out what came of a request, and see to it that no attempt at it takes effect any more: False if none."""
 
         async def decide(_: Seen) -> Decision:
-            return Decision(None)
+            return Decision(False)
 
         return await self.change(mark, key, decide, (), [])
 

@@ -74,8 +74,9 @@ class Queues(Values):
                 item, revision = await self._take(mark, key, deadline)
                 if item is not None:
                     return item
-                if mark.proven:  # that there was none: no attempt of before can take one now
+                if mark.proven:  # that there was none, at some time: no attempt of before can take one now
                     mark.advance()
+                    continue
                 if not await self.change_of((self.layout.queue(key),), revision, deadline):
                     return TimedOut((key,))
         finally:
@@ -100,7 +101,7 @@ class Queues(Values):
     async def _recover(self, mark: Mark, key: bytes) -> None:
         """Put back what was taken, if anything was."""
         stored, at, _ = await self.resolve(mark, key)
-        item = None if stored is None else unpack(stored)
+        item = unpack(stored) if isinstance(stored, bytes) else None
         if isinstance(item, Parts):
             item = await self.regained(mark, key, item, at - 1)
         await self._give_back(mark, key, item)
@@ -125,11 +126,11 @@ class Queues(Values):
                 ops.append(messages.delete(*self.layout.parts(True, key, value.id)))
             return Decision(kv.value, [messages.modified_at(kv.key, kv.modified), first], ops)
 
-        if mark.proven and mark.answer is True:  # what it took was put back; the answer to a take is bytes, or None
+        if mark.proven and isinstance(mark.answer, bool):  # what it took was put back, or it took nothing: no answer
             mark.advance()
         stored, at, _ = await self.change(mark, key, decide, looks, within=within)
         if stored is None:
-            return None, at - 1 if mark.proven else revision
+            return None, revision
         item = unpack(stored)
         if isinstance(item, Parts):
             item = wholes[stored] if stored in wholes else await self.regained(mark, key, item, at - 1)
