@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import os
 import re
 import shutil
@@ -56,7 +57,7 @@ def _has_etcd() -> bool:
         find_binary()
     except FileNotFoundError:
         return False
-    return _importable("grpc")
+    return importlib.util.find_spec("grpc") is not None  # imported by whoever uses it, who has a say in how
 
 
 PARTS: dict[str, Callable[[], bool]] = {

@@ -24,7 +24,7 @@ from rallypoint.core.engine import Engine
 from rallypoint.core.records import TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import NoQuorum, NotAnInteger, SessionLost
-from rallypoint.etcd import additions, messages, space, values
+from rallypoint.etcd import additions, messages, values, values
 from rallypoint.etcd.executor import Executor
 from rallypoint.etcd.mark import Mark
 from rallypoint.etcd.session import Session
@@ -407,7 +407,7 @@ async def some_watch(world: World) -> tuple[list[Any], list[Any]]:
 @seeds
 def test_many_pairs_are_written_once_though_it_takes_several_transactions(first, monkeypatch):
     """Each pair is a change of its own then; gateways die in between, and others write the same keys."""
-    monkeypatch.setattr(space, "SET_BYTES", 1)
+    monkeypatch.setattr(values, "SET_BYTES", 1)
     for seed in range(first, first + SLICE):
         world = a_world(seed)
         history = world.run(some_history(world, moves=0.4))

@@ -48,7 +48,7 @@ def parse(place: str, space: str, options: dict[str, str]) -> Address:
     """Read an address from its parts; raise ValueError that says what is wrong."""
     if not place or "@" in place:
         raise ValueError("give the members as etcd://host:2379,host:2379/space, a user as ?user=NAME&password=WORD")
-    endpoints = tuple(str(net.parse_endpoint(one, DEFAULT_PORT)) for one in place.split(","))
+    endpoints = tuple(map(str, net.parse_endpoints(place, DEFAULT_PORT)))
     if bool(options.get("cert")) != bool(options.get("key")):
         raise ValueError("a certificate and its key come together: give both cert= and key=")
     if bool(options.get("user")) != bool(options.get("password")):

@@ -17,14 +17,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import grpc
-import grpc.aio
-
 from rallypoint.deadline import Deadline
 from rallypoint.errors import EtcdRefused, NoQuorum
 from rallypoint.etcd import answers, messages
 from rallypoint.etcd.address import Access
 from rallypoint.etcd.messages import Method
+from rallypoint.etcd.rpc import grpc
 
 __all__ = ["Answer", "Client", "Compacted", "LeaseGone", "Refusal", "stream_trouble"]
 
@@ -178,6 +176,15 @@ class Client:
                 task.cancel()
         return answers.read_status((await self.call(Method.STATUS, b"", deadline)).data)[0]
 
+    async def log_in(self, deadline: Deadline) -> None:
+        """Get a token; that of a member that was restarted is worth nothing any more."""
+        self._token = ""
+        request = messages.authenticate(self._access.user, self._access.password)
+        try:
+            self._token = answers.read_token((await self.call(Method.AUTHENTICATE, request, deadline)).data)
+        except Refusal as error:
+            raise EtcdRefused(store=self.name, key=f"user {self._access.user}", why=error.why) from None
+
     def no_quorum(self, deadline: Deadline) -> NoQuorum:
         """Build the error that says what became of each endpoint."""
         tried = {endpoint.address: endpoint.trouble or "no answer" for endpoint in self.endpoints}
@@ -224,18 +231,10 @@ class Client:
         """Say whether a failed call can be made again: it was not refused, or only for want of a token."""
         wants_token = error.code() is grpc.StatusCode.UNAUTHENTICATED or "user name is empty" in (error.details() or "")
         if wants_token and self._access.user:
-            self._token = ""
-            request = messages.authenticate(self._access.user, self._access.password)
-            self._token = answers.read_token((await self._log_in(request, deadline)).data)
+            await self.log_in(deadline)
             return True
         busy = "too many requests" in (error.details() or "")
         return (error.code() in _AGAIN or busy) and not self._closed
-
-    async def _log_in(self, request: bytes, deadline: Deadline) -> Answer:
-        try:
-            return await self.call(Method.AUTHENTICATE, request, deadline)
-        except Refusal as error:
-            raise EtcdRefused(store=self.name, key=f"user {self._access.user}", why=error.why) from None
 
 
 def _late(error: grpc.aio.AioRpcError) -> bool:

@@ -116,7 +116,7 @@ class Counters(Additions):
 
     async def _arrive(self, mark: Mark, key: bytes, size: int, deadline: Deadline) -> Done:
         """Count an arrival, with a will unless it is the last one."""
-        will = messages.put(self._will(mark), b"%d " % size + key)
+        will = messages.put(self._will(mark), b"%d " % size + key, self.lease)
 
         async def decide(seen: Seen) -> Decision:
             count = await self._count(key, seen)

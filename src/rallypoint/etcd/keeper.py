@@ -6,12 +6,11 @@ import asyncio
 import time
 from typing import Protocol
 
-import grpc
-
 from rallypoint.deadline import Deadline
 from rallypoint.etcd import answers, messages
 from rallypoint.etcd.client import ATTEMPT_S, Client, stream_trouble
 from rallypoint.etcd.messages import Method
+from rallypoint.etcd.rpc import grpc
 
 __all__ = ["Kept", "Keeper"]
 

@@ -7,7 +7,8 @@ for is not there, waits for a change after the revision that it read.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+import urllib.parse
+from collections.abc import Callable, Sequence
 
 from rallypoint.core.records import Swap, TimedOut
 from rallypoint.deadline import Deadline
@@ -19,12 +20,12 @@ from rallypoint.etcd.client import Client, Refusal
 from rallypoint.etcd.counters import Counters
 from rallypoint.etcd.ground import Decision, Seen, as_seen, only
 from rallypoint.etcd.layout import pack
-from rallypoint.etcd.messages import Compare, Txn
+from rallypoint.etcd.messages import Compare, Method, Txn
 from rallypoint.etcd.queues import Queues
 from rallypoint.etcd.run import RunLease
 from rallypoint.etcd.session import Mark, Session
 from rallypoint.etcd.ties import Ties
-from rallypoint.etcd.values import PART_BYTES
+from rallypoint.etcd.values import LEVEL, PART_BYTES, slices
 from rallypoint.etcd.watcher import Feed
 
 __all__ = ["Space"]
@@ -34,12 +35,6 @@ TTL_S = 5.0
 
 PATIENCE_S = 30.0
 """How long a call that does not wait for anybody may take, at most, while etcd does not answer."""
-
-LEVEL = 60
-"""How many go into each of the nested transactions of one, and how many of these there may be."""
-
-SET_BYTES = 1024 * 1024
-"""How much one transaction of `multi_set` writes at most."""
 
 
 class Space(Queues, Counters):
@@ -52,7 +47,9 @@ class Space(Queues, Counters):
         deadline = Deadline(timeout_s)
         try:
             cluster = await client.prefer_leader(deadline)
-            space = cls(Ties(client, cluster, by, ttl_s, min(timeout_s, PATIENCE_S)), address.space)
+            name = urllib.parse.quote(address.space, safe="")  # else one store would be among the keys of another
+            space = cls(Ties(client, cluster, by, ttl_s, min(timeout_s, PATIENCE_S)), name)
+            await client.call(Method.RANGE, messages.get(space.layout.executor).body, deadline)  # a majority answers
             if address.run:
                 place = space.layout.run(address.run)
                 space.ties.run = await RunLease.join(client, space.ties.keeper, place, address.run, deadline)
@@ -74,11 +71,12 @@ class Space(Queues, Counters):
 
     async def open_session(self, name: str, ttl_s: float | None = None) -> Session:
         """Begin a session."""
-        return await Session.open(self.ties.client, self.ties.keeper, self.layout, name, ttl_s or self.ties.ttl_s)
+        ties = self.ties
+        return await self.plainly(Session.open(ties.client, ties.keeper, self.layout, name, ttl_s or ties.ttl_s))
 
     async def resume_session(self, identity: bytes) -> Session | None:
         """Take over a session; None where there is no such one."""
-        return await Session.resume(self.ties.client, self.ties.keeper, self.layout, identity)
+        return await self.plainly(Session.resume(self.ties.client, self.ties.keeper, self.layout, identity))
 
     async def close(self) -> None:
         """Let go of the cluster; sessions are not ended by this."""
@@ -156,7 +154,7 @@ class Space(Queues, Counters):
 
     async def multi_set(self, mark: Mark, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         """Write all pairs: as one change as far as etcd can (`LEVEL`, `SET_BYTES`), else as several, stage by stage."""
-        for stage, some in enumerate(_slices(list(dict(pairs).items()))):
+        for stage, some in enumerate(slices(list(dict(pairs).items()))):
             if stage > mark.stage:
                 mark.advance()
             if stage == mark.stage and not mark.proven:
@@ -283,17 +281,3 @@ class Space(Queues, Counters):
             return yes if not seen or (seen[0].kvs and holds(seen[0].kvs[0])) else Decision(False)
 
         return bool((await self.change(mark, key, decide, [messages.get(name, names_only=True)], [])).answer)
-
-
-def _slices(pairs: list[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
-    """Cut pairs into as few lists as fit into one transaction each."""
-    some: list[tuple[bytes, bytes]] = []
-    size = 0
-    for key, value in pairs:
-        if some and (len(some) == LEVEL * LEVEL // 2 or size + len(key) + len(value) > SET_BYTES):
-            yield some
-            some, size = [], 0
-        some.append((key, value))
-        size += len(key) + len(value)
-    if some:
-        yield some

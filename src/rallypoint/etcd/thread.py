@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Coroutine
 from typing import Any, TypeVar
+
+from rallypoint.errors import Unsupported
 
 __all__ = ["Thread", "the_thread"]
 
@@ -39,12 +42,25 @@ def _new_loop() -> asyncio.AbstractEventLoop:
 
 _thread: Thread | None = None
 _lock = threading.Lock()
+_inherited = False
 
 
 def the_thread() -> Thread:
-    """Return it; the first to ask starts it."""
+    """Return it; the first to ask starts it. Unsupported in a child of a process that had one, by fork."""
     global _thread
+    if _inherited:
+        why = "its parent uses etcd, and gRPC does not survive a fork: start this process by spawn, or by a fork server"
+        raise Unsupported(operation="use of etcd", store="etcd://", why=why)
     with _lock:
         if _thread is None:
             _thread = Thread()
         return _thread
+
+
+def _forked() -> None:
+    global _thread, _lock, _inherited
+    _inherited = _inherited or _thread is not None
+    _thread, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forked)

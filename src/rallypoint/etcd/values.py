@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from typing import TypeVar
 
+from rallypoint.core.records import show
 from rallypoint.deadline import Deadline
-from rallypoint.errors import SessionLost
+from rallypoint.errors import EtcdRefused, SessionLost
 from rallypoint.etcd import messages
 from rallypoint.etcd.client import Compacted, Refusal
 from rallypoint.etcd.ground import Ground, Seen, only
@@ -23,14 +25,30 @@ from rallypoint.etcd.layout import Parts, pack, unpack
 from rallypoint.etcd.messages import Compare, Op, Txn
 from rallypoint.etcd.session import Mark
 
-__all__ = ["PART_BYTES", "Values"]
+__all__ = ["LEVEL", "PART_BYTES", "Values", "slices"]
 
 PART_BYTES = 1024 * 1024
 """Above this, a value is stored in parts of so much; etcd takes 1.5 MiB a request, all told."""
 
 
+LEVEL = 60
+"""How many go into each of the nested transactions of one, and how many of these there may be."""
+
+SET_BYTES = 1024 * 1024
+"""How much one transaction of `multi_set` writes at most."""
+
+T = TypeVar("T")
+
+
 class Values(Ground):
     """The values of a store."""
+
+    async def plainly(self, work: Awaitable[T]) -> T:
+        """Do work that is not about a key; a refusal is told as users know it."""
+        try:
+            return await work
+        except Refusal as error:
+            raise EtcdRefused(store=self.name, key=show(self.layout.base), why=error.why) from None
 
     async def writing(
         self, mark: Mark, key: bytes, value: bytes, lease: int | None = None
@@ -111,3 +129,17 @@ class Values(Ground):
             return await self._whole(key, stored, revision)
         except Compacted as error:
             raise SessionLost(peer=self.name, why=error.why, advice="begin the watch again") from None
+
+
+def slices(pairs: list[tuple[bytes, bytes]]) -> Iterator[list[tuple[bytes, bytes]]]:
+    """Cut pairs into as few lists as fit into one transaction each."""
+    some: list[tuple[bytes, bytes]] = []
+    size = 0
+    for key, value in pairs:
+        if some and (len(some) == LEVEL * LEVEL // 2 or size + len(key) + len(value) > SET_BYTES):
+            yield some
+            some, size = [], 0
+        some.append((key, value))
+        size += len(key) + len(value)
+    if some:
+        yield some

@@ -5,7 +5,7 @@ calling thread waits for the outcome: so all calls share a connection, and what 
 The store begins a session, that is a lease, with its first change. When that was lost (this process stood still for too
 long, say), the next call begins another; but if leased keys went with it, it raises SessionLost first.
 
-A forked child cannot use the store of its parent, for gRPC does not survive a fork: it has to open its own.
+A child that is forked off a process with such a store cannot use etcd at all, for gRPC does not survive a fork.
 """
 
 from __future__ import annotations
@@ -150,8 +150,12 @@ class EtcdBackend(Backend):
     def _must_be_open(self) -> None:
         if self._closed:
             raise StoreClosed(store=self.name)
+        self.must_be_here()
+
+    def must_be_here(self) -> None:
+        """Refuse to be used by a forked child."""
         if self._pid != os.getpid():
-            why = "gRPC does not survive a fork: open a store of its own in the child, or start it by spawn"
+            why = "gRPC does not survive a fork: start the child by spawn, or by a fork server"
             raise Unsupported(operation="use in a forked child", store=self.name, why=why)
 
     def _run(self, work: Coroutine[Any, Any, _T]) -> _T:
@@ -285,6 +289,7 @@ class _EtcdFeed(Feed):
         self.feed = feed
 
     def next(self, deadline: Deadline) -> Event | TimedOut:
+        self._backend.must_be_here()
         return self._backend._thread.run(self._next(deadline))
 
     def close(self) -> None:

@@ -54,23 +54,25 @@ class StoreURL(NamedTuple):
         try:
             return parse_address(self.place, self.path, self.options)
         except ValueError as error:
-            raise ValueError(f"store URL {self.text!r}: {error}") from None
+            raise ValueError(f"store URL {_shown(self.text)!r}: {error}") from None
 
     def endpoint(self) -> net.Endpoint:
         """Return the server of a tcp:// URL, for those to whom only one is of use."""
         first, *others = self.endpoints()
         if others:
-            raise ValueError(f"store URL {self.text!r}: only one server can be given here, and these are {self.place}")
+            raise ValueError(
+                f"store URL {_shown(self.text)!r}: only one server can be given here, and these are {self.place}"
+            )
         return first
 
     def endpoints(self) -> net.Endpoints:
         """Return the servers of a tcp:// URL, in their order."""
         if not self.place or "@" in self.place:
-            raise ValueError(f"store URL {self.text!r}: give the server as tcp://host:port")
+            raise ValueError(f"store URL {_shown(self.text)!r}: give the server as tcp://host:port")
         try:
             return net.parse_endpoints(self.place, DEFAULT_PORT)
         except ValueError as error:
-            raise ValueError(f"store URL {self.text!r}: {error}") from None
+            raise ValueError(f"store URL {_shown(self.text)!r}: {error}") from None
 
 
 def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
@@ -82,14 +84,14 @@ def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
     parts = urlsplit(scheme + slashes + rest[len(place) :])
     if parts.scheme not in ("memory", "file", "tcp", "etcd"):
         known = "there are memory, file, tcp and etcd"
-        raise ValueError(f"store URL {url!r}: {parts.scheme!r} is no kind of store; {known}")
+        raise ValueError(f"store URL {_shown(url)!r}: {parts.scheme!r} is no kind of store; {known}")
     options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
     prefix, wait = options.pop("prefix", ""), options.pop("timeout", None)
     known_options = ACCESS_OPTIONS if parts.scheme == "etcd" else ()
     unknown = [*(option for option in options if option not in known_options), *(["#"] if parts.fragment else [])]
     if unknown:
         there_are = ", ".join([*known_options, "prefix and timeout"])
-        raise ValueError(f"store URL {url!r}: {unknown[0]!r} is not an option; there are {there_are}")
+        raise ValueError(f"store URL {_shown(url)!r}: {unknown[0]!r} is not an option; there are {there_are}")
     path = unquote(parts.path)
     if parts.scheme not in ("file", "etcd"):
         prefix = prefix or path.strip("/")
@@ -115,11 +117,16 @@ def connect(url: str, timeout: Timeout | None = None) -> Store:
     return PrefixStore(parsed.prefix, store) if parsed.prefix else store
 
 
+def _shown(url: str) -> str:
+    """Return a URL for people, without its password."""
+    return re.sub(r"([?&]password=)[^&#]*", r"\1…", url)
+
+
 def _timeout(url: str, text: str | None) -> float:
     try:
         return DEFAULT_TIMEOUT_S if text is None else seconds(float(text))
     except ValueError:
-        raise ValueError(f"store URL {url!r}: timeout must be seconds, not {text!r}") from None
+        raise ValueError(f"store URL {_shown(url)!r}: timeout must be seconds, not {text!r}") from None
 
 
 def _memory(name: str, timeout_s: float) -> Store:
@@ -133,7 +140,7 @@ def _memory(name: str, timeout_s: float) -> Store:
 
 def _file(parsed: StoreURL) -> Store:
     if parsed.place not in ("", "localhost") or not parsed.path.strip("/"):
-        raise ValueError(f"store URL {parsed.text!r}: a file is given as file:///absolute/path")
+        raise ValueError(f"store URL {_shown(parsed.text)!r}: a file is given as file:///absolute/path")
     from rallypoint.store.file import FileStore
 
     return FileStore(parsed.path, timeout=parsed.timeout_s)
@@ -147,5 +154,5 @@ def _etcd(parsed: StoreURL) -> Store:
         if error.name != "grpc":
             raise
         why = "etcd:// needs grpcio, which is not installed: pip install 'rallypoint[etcd]'"
-        raise ValueError(f"store URL {parsed.text!r}: {why}") from None
+        raise ValueError(f"store URL {_shown(parsed.text)!r}: {why}") from None
     return EtcdStore.at(address, parsed.timeout_s)
