@@ -157,7 +157,7 @@ class FakeEtcd:
     def _txn_call(self, request: bytes) -> bytes:
         txn = _Txn(request)
         txn.check(MOST_OPS)
-        list(txn.intervals())
+        txn.check_keys()
         txn.choose(self.now)
         for kind, wanted in txn.chosen_ops():
             self._may(kind, wanted)
@@ -231,20 +231,10 @@ class _Txn:
                 if kind == 4:
                     nested.check(left - most)
 
-    def intervals(self) -> Iterator[tuple[int, bytes, bytes]]:
-        """Yield what is put and deleted, in either branch; refuse a key that is touched twice in one."""
+    def check_keys(self) -> None:
+        """Refuse a key that is written twice in one branch."""
         for branch in self.branches.values():
-            seen: list[tuple[int, bytes, bytes]] = []
-            for kind, wanted in branch:
-                new = list(wanted.intervals()) if kind == 4 else []
-                if kind in (2, 3):
-                    new = [(kind, wanted.get(1, b""), wanted.get(2, b"") if kind == 3 else b"")]
-                for one in new:
-                    for other in seen:
-                        if 2 in (one[0], other[0]) and overlap(one[1:], other[1:]):
-                            raise Refused("INVALID_ARGUMENT", "etcdserver: duplicate key given in txn request")
-                seen += new
-            yield from seen
+            _touched(branch)
 
     def choose(self, state: dict[bytes, Stored]) -> None:
         """Choose the branches, on the state before anything is carried out."""
@@ -259,6 +249,29 @@ class _Txn:
                 yield from wanted.chosen_ops()
             else:
                 yield kind, wanted
+
+
+def _touched(branch: list[tuple[int, Any]]) -> tuple[set[bytes], list[tuple[bytes, bytes]]]:
+    """Return the keys that a branch puts, and the ranges that it deletes; as etcd finds them, in this order."""
+    puts: set[bytes] = set()
+    deletes = [(wanted.get(1, b""), wanted.get(2, b"")) for kind, wanted in branch if kind == 3]
+    for kind, nested in branch:
+        if kind == 4:
+            (then, gone), (other, lost) = _touched(nested.branches[True]), _touched(nested.branches[False])
+            _only_once(then, puts, deletes)
+            _only_once(other, puts - then, deletes)
+            puts |= then | other
+            deletes += gone + lost
+    for kind, wanted in branch:
+        if kind == 2:
+            _only_once({wanted.get(1, b"")}, puts, deletes)
+            puts.add(wanted.get(1, b""))
+    return puts, deletes
+
+
+def _only_once(keys: set[bytes], puts: set[bytes], deletes: list[tuple[bytes, bytes]]) -> None:
+    if keys & puts or any(within(key, *span) for key in keys for span in deletes):
+        raise Refused("INVALID_ARGUMENT", "etcdserver: duplicate key given in txn request")
 
 
 def holds(compare: dict[int, Any], state: dict[bytes, Stored]) -> bool:
@@ -284,12 +297,6 @@ def within(key: bytes, first: bytes, end: bytes) -> bool:
     if not end:
         return key == first
     return key >= first and (end == b"\0" or key < end)
-
-
-def overlap(one: tuple[bytes, ...], other: tuple[bytes, ...]) -> bool:
-    """Say whether two ranges have a key in common."""
-    (first, end), (start, last) = ((a, b or a + b"\0") for a, b in (one, other))
-    return (last == b"\0" or first < last) and (end == b"\0" or start < end)
 
 
 def encode(key: bytes, stored: Stored, names_only: bool = False) -> bytes:
