@@ -24,7 +24,7 @@ from rallypoint.core.engine import Engine
 from rallypoint.core.records import TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import NoQuorum, NotAnInteger, SessionLost
-from rallypoint.etcd import additions, messages, values, values
+from rallypoint.etcd import additions, messages, space, values
 from rallypoint.etcd.executor import Executor
 from rallypoint.etcd.mark import Mark
 from rallypoint.etcd.session import Session
