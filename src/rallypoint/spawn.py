@@ -92,6 +92,13 @@ class Server:
         """Say whether the child is still there."""
         return self._child.poll() is None
 
+    def wait(self, timeout: Timeout | None = None) -> int | None:
+        """Wait until the child has ended; return its exit code, a signal as a negative number, None if it runs on."""
+        try:
+            return self._child.wait(None if timeout is None else _finite(timeout, "timeout"))
+        except subprocess.TimeoutExpired:
+            return None
+
     def statistics(self) -> dict[str, Any]:
         """Return what the server holds now: counts, and who is connected, has a session, and waits for what."""
         from http.client import HTTPConnection

@@ -172,11 +172,12 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         self._rendezvous.close("closed", "by its agent")
 
     def num_nodes_waiting(self) -> int:
-        """Return more than 0 when the round is over: a node was lost, left, or waits to come in."""
+        """Return more than 0 when the round is over: a node was lost, left or waits, or this one's gateway has died."""
         change = self._rendezvous.changed
-        if change.is_set():
-            log.warning("the round is over: %s", change.reason)
-        return int(change.is_set())
+        over = (change.reason or "it was left") if change.is_set() else self._round is not None and self._home.lost()
+        if over:
+            log.warning("the round is over: %s", over)
+        return int(bool(over))
 
     def get_run_id(self) -> str:
         """Return the name of the run."""

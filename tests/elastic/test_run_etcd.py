@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from tests.elastic.runs import Node, Place, gone
+from tests.wire import AMPLE_S
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -47,6 +52,35 @@ def test_three_nodes_survive_the_loss_of_the_one_that_came_first_with_its_gatewa
         node.signal("SIGUSR1")
     assert [node.end() for node in nodes[1:]] == [0, 0]
     gone(*pids.values(), *(int(up[2]) for up in ups))
+
+
+def test_a_gateway_that_dies_before_its_workers_come_to_it_is_replaced_and_uses_no_restart(
+    place: Place, etcd_url: str
+) -> None:
+    script = place.script("""
+        say("gateway", os.environ["RALLYPOINT_URL"])
+        stay()
+    """)
+    nodes = [start(place, etcd_url, name, "--nnodes=2", script) for name in ("first", "second")]
+    before = [node.until(r"^up \d 2 0 (\d+)$")[-1] for node in nodes]
+    pid = about(nodes[0].until(r"^gateway tcp://(.*)$")[-1][1])
+    os.kill(pid, signal.SIGKILL)
+    after = [node.until(r"^up \d 2 0 (\d+)$", 2)[-1] for node in nodes]
+    gone(*(int(up[1]) for up in before))
+    words = rf"first: its gateway \(pid {pid}\) has ended: killed by SIGKILL \(9\)"
+    nodes[0].until(f"{words}; no restart is used")
+    nodes[1].until(words)
+    assert about(nodes[0].until(r"^gateway tcp://(.*)$", 2)[-1][1]) != pid
+    for node in nodes:
+        node.signal("SIGUSR1")
+    assert [node.end() for node in nodes] == [0, 0]
+    gone(*(int(up[1]) for up in after))
+
+
+def about(address: str) -> int:
+    """Return the pid of the server at an address."""
+    with urlopen(f"http://{address}/about", timeout=AMPLE_S) as page:
+        return int(json.load(page)["pid"])
 
 
 def test_an_etcd_that_nobody_reaches_is_named(place: Place) -> None:

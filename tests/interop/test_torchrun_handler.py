@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import threading
@@ -150,6 +151,29 @@ def test_agents_that_are_done_pass_the_exit_barrier_together(make: Make) -> None
         thread.join(AMPLE_S)
     one.shutdown()
     assert two.is_closed()
+
+
+@pytest.mark.needs("etcd")
+def test_an_agent_whose_gateway_has_died_comes_again_and_has_another(etcd_url: str, caplog: Any) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousParameters
+
+    from rallypoint.torchrun import handler
+
+    agent = handler()(RendezvousParameters("rallypoint", etcd_url, "run", 1, 1, "localhost", timeout=900))
+    try:
+        before = agent.next_rendezvous().bootstrap_store_info
+        assert agent.num_nodes_waiting() == 0
+        gateway = agent._home._gateway
+        os.kill(gateway.pid, signal.SIGKILL)
+        gateway.wait(AMPLE_S)
+        assert agent.num_nodes_waiting() == 1
+        assert f"its gateway (pid {gateway.pid}) has ended: killed by SIGKILL (9)" in caplog.text
+        after = agent.next_rendezvous().bootstrap_store_info
+        assert agent.num_nodes_waiting() == 0 and before.master_port != after.master_port
+        with rallypoint.TCPStore(after.master_addr, after.master_port, timeout=AMPLE_S) as store:
+            assert store.add("n", 1) == 1
+    finally:
+        agent.shutdown()
 
 
 # A run that has ended

@@ -148,6 +148,9 @@ class Agent:
             yield self._bell.ask(self._look) or Decision(Act.WAIT, "the round stands")
         while self._due and self._due[0][0].expired():
             yield self._start(self._due.pop(0)[1])
+        bereft = self._bell.ask(self._bereft)
+        if bereft is not None:
+            yield bereft
         if self._done_by is not None and self._done_by.expired():
             standing = self._bell.ask(self._meeting.standing)
             late = ", ".join(sorted(standing.living.difference(standing.done)))
@@ -196,11 +199,18 @@ class Agent:
         if end.code == 0 or self._gang.ending:
             return self._gang.exited(end, 0)
         self._losses.keep(self._workers.failures(end.rank, end.code))
-        other = None if self._heard else self._bell.ask(self._look)
+        other = self._bell.ask(self._bereft) or (None if self._heard else self._bell.ask(self._look))
         if other is not None:
             return other
         of_all = self._job.rules.restart == "group"
         return self._gang.exited(end, self._bell.ask(lambda: self._board.charge(self._losses.last, of_all)))
+
+    def _bereft(self) -> Decision | None:
+        """Decide about the end of this node's own server: workers cannot go on without it, one that is done can."""
+        if not self._gang.running or self._gang.ending:
+            return None
+        cause = self._meeting.bereft()
+        return None if cause is None else self._gang.failed_elsewhere(f"{cause.summary()}; no restart is used")
 
     def _look(self) -> Decision | None:
         """Decide about the round as it stands; None to go on."""
@@ -245,8 +255,7 @@ class Agent:
             self._bell.ask(self._board.tell)
             self._stop()
             self._pause(known.remaining())
-            standing = self._bell.ask(self._meeting.standing)
-            lost = set(standing.members).difference(standing.living, standing.done)
+            lost = self._bell.ask(self._meeting.lost)
             if lost:
                 if self._bell.ask(self._board.cause) == own:
                     self._bell.ask(self._board.refund)

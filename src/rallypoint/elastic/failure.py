@@ -14,6 +14,7 @@ import json
 import math
 import os
 import re
+import socket
 import stat
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -26,7 +27,7 @@ import msgspec
 from rallypoint.elastic.stream import last_lines
 from rallypoint.elastic.workers import describe_exit
 
-__all__ = ["ERROR_FILE", "Failure", "Failures", "earliest", "failure_of", "read", "report", "write"]
+__all__ = ["ERROR_FILE", "Failure", "Failures", "earliest", "failure_of", "read", "report", "server_failure", "write"]
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """The variable that tells a worker where to write its error."""
@@ -52,6 +53,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     node: str
     host: str
     rank: int
+    """That of the worker; negative where it was the server of a node that failed."""
+
     local_rank: int
     pid: int
     code: int
@@ -82,6 +85,8 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
     def summary(self) -> str:
         """Say it in one line."""
         first = self.message.strip().partition("\n")[0]
+        if self.rank < 0:
+            return f"{self.node}: {first}"
         cause = "" if first in ("", self.how) else f": {first}"
         return f"rank {self.rank} on {self.node} (pid {self.pid}) failed: {self.how}{cause}"
 
@@ -129,6 +134,21 @@ def failure_of(
         traceback=_cut(told.traceback),
         stderr=tuple(map(_cut, lines)),
         recorded_at=told.at,
+    )
+
+
+def server_failure(node: str, message: str) -> Failure:
+    """Put together what is known where no worker failed, but the server of a node's workers."""
+    return Failure(
+        node=node,
+        host=socket.gethostname(),
+        rank=-1,
+        local_rank=-1,
+        pid=0,
+        code=1,
+        how=message,
+        at=datetime.now(timezone.utc).isoformat(timespec="milliseconds"),
+        message=message,
     )
 
 

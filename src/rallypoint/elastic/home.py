@@ -4,7 +4,8 @@ The server outlives whoever started it, and ends when nobody has been connected 
 could start it, the one that binds the port does.
 
 Where the store is etcd, every node has a server of its own instead, a gateway on loopback, for its workers: PyTorch's
-clients know one address and never come again, so theirs must not be on another machine that may be lost.
+clients know one address and never come again, so theirs must not be on another machine that may be lost. When it dies,
+they cannot go on, nor can those who have not come to it yet: the round is over, and the next one has another gateway.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ from __future__ import annotations
 import ipaddress
 import json
 import socket
+import threading
 import urllib.parse
+from collections.abc import Callable
 from http import HTTPStatus
 from http.client import HTTPConnection, HTTPException
 from typing import Any
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
+from rallypoint.elastic.workers import describe_exit
 from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
 from rallypoint.spawn import Server
 from rallypoint.store import master
@@ -50,17 +54,22 @@ class Home:
         """Return where the server is."""
         return self._server
 
+    def lost(self) -> str:
+        """Say how the server of this node alone has ended, empty while it runs; that of all nodes is the store's."""
+        return ""
+
     def close(self) -> None:
         """Be here no more."""
         self.store.close()
 
 
 class _Gatehouse(Home):
-    """A store in etcd, and a gateway to it, which is started again if it has died."""
+    """A store in etcd, and a gateway to it, which is started again if it has died; `on_end` is called when it does."""
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, on_end: Callable[[], object] | None) -> None:
         self._url = url
-        self._gateway = Server(engine=url)
+        self._on_end = on_end
+        self._gateway = self._start()
         try:
             super().__init__(connect(url, timeout_s), net.Endpoint("127.0.0.1", self._gateway.port))
         except BaseException:
@@ -70,9 +79,24 @@ class _Gatehouse(Home):
     def server(self) -> net.Endpoint:
         if not self._gateway.running():
             self._gateway.close()
-            self._gateway = Server(engine=self._url)
+            self._gateway = self._start()
             self._server = net.Endpoint("127.0.0.1", self._gateway.port)
         return self._server
+
+    def lost(self) -> str:
+        code = self._gateway.wait(0.0)
+        return "" if code is None else f"its gateway (pid {self._gateway.pid}) has ended: {describe_exit(code)}"
+
+    def _start(self) -> Server:
+        gateway, on_end = Server(engine=self._url), self._on_end
+        if on_end is not None:
+
+            def watch() -> None:
+                gateway.wait()
+                on_end()
+
+            threading.Thread(target=watch, name=f"end of gateway {gateway.pid}", daemon=True).start()
+        return gateway
 
     def close(self) -> None:
         try:
@@ -81,10 +105,13 @@ class _Gatehouse(Home):
             self._gateway.close()
 
 
-def on_etcd(url: str, run: str, timeout_s: float) -> Home:
-    """Open a store in etcd for a run, with a gateway of this node's own; what the run stores goes with it."""
+def on_etcd(url: str, run: str, timeout_s: float, on_end: Callable[[], object] | None = None) -> Home:
+    """Open a store in etcd for a run, with a gateway of this node's own; what the run stores goes with it.
+
+    `on_end` is called, in a thread of its own, when a gateway has ended.
+    """
     joined = "&" if "?" in url else "?"
-    return _Gatehouse(f"{url}{joined}run={urllib.parse.quote(run, safe='')}", timeout_s)
+    return _Gatehouse(f"{url}{joined}run={urllib.parse.quote(run, safe='')}", timeout_s, on_end)
 
 
 def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float) -> TCPStore:

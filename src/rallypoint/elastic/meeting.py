@@ -18,11 +18,11 @@ from rallypoint.elastic import home
 from rallypoint.elastic.bell import Bell
 from rallypoint.elastic.board import Board
 from rallypoint.elastic.events import Events
-from rallypoint.elastic.failure import Failure
+from rallypoint.elastic.failure import Failure, server_failure
 from rallypoint.elastic.job import UNNAMED, Job
 from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
 from rallypoint.elastic.world import World, gather
-from rallypoint.errors import MeetingError, NetworkError, RallypointError, SessionLost
+from rallypoint.errors import ConnectionLost, MeetingError, NetworkError, RallypointError, SessionLost
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.spawn import Server
 from rallypoint.store.tcp import TCPStore
@@ -79,7 +79,9 @@ class Meeting:
                     told = gather(now, self.rendezvous.node, self._job.workers, self.rendezvous.changed.is_set, READ_S)
                     server = self._home.server()
                     port = home.open_door(*server, self._job.run_id, now.scope, READ_S)
-                except MeetingError as error:
+                except (MeetingError, ConnectionLost) as error:
+                    if not isinstance(error, MeetingError) and not self._home.lost():
+                        raise
                     self._events.say("rejoin", f"round {now.number} fell apart: {error}")
                     continue
             self._members = [name for name, _ in told]
@@ -103,11 +105,31 @@ class Meeting:
         status = status or self.rendezvous.status()
         return Standing(self._members, list(status.nodes), status.waiting, self.board.done())
 
+    def lost(self) -> set[str]:
+        """Return the nodes of which others fail: gone before they were done, or the one whose server has died."""
+        now, cause = self.standing(), self.board.cause()
+        of_servers = {cause.node} if cause is not None and cause.rank < 0 else set()
+        return set(now.members).difference(now.living, now.done) | of_servers
+
     def tell_of(self, failures: Container[Failure]) -> None:
         """Have all look at a failure; if it is one of these, it used a restart: note who may turn out to be why."""
         self.board.tell()
         if self.board.cause() in failures:
             self._suspects = set(self._members).difference(self.board.done())
+
+    def bereft(self) -> Failure | None:
+        """Return the end of this node's own server, where that has died, and have all nodes stop for it; or None.
+
+        It is the first cause of what follows, and uses no restart: no worker has failed, and one that fails now, here
+        or elsewhere, does so of this.
+        """
+        how = self._home.lost()
+        if not how:
+            return None
+        cause = server_failure(self.rendezvous.node, how)
+        self.board.blame(cause)
+        self.board.tell()
+        return cause
 
     def _forgive(self) -> None:
         """Give back a restart that a loss has cost; the others count restarts when they have heard from this node."""
@@ -131,7 +153,7 @@ class Meeting:
         url = None if job.store is None else parse_url(job.store)
         if url is not None and url.scheme == "etcd":
             with self._bell.interrupting(), self._events.status(lambda: f"etcd does not answer at {url.place} yet"):
-                return home.on_etcd(url.text, job.run_id, job.join_timeout_s)
+                return home.on_etcd(url.text, job.run_id, job.join_timeout_s, self._bell.ring)
         endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
         with self._bell.interrupting(), self._events.status(lambda: f"no server answers at {endpoint} yet"):
             store = home.find_or_start(endpoint, False if url else None, job.join_timeout_s)
