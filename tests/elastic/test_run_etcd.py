@@ -13,6 +13,8 @@ import pytest
 from tests.elastic.runs import Node, Place, gone
 from tests.wire import AMPLE_S
 
+import rallypoint
+
 pytestmark = pytest.mark.needs("etcd")
 
 
@@ -81,6 +83,21 @@ def about(address: str) -> int:
     """Return the pid of the server at an address."""
     with urlopen(f"http://{address}/about", timeout=AMPLE_S) as page:
         return int(json.load(page)["pid"])
+
+
+def test_a_gateway_that_runs_is_the_server_of_a_run(place: Place, etcd_url: str) -> None:
+    script = place.script("""
+        import rallypoint
+        me = rallypoint.worker()
+        assert sum(map(int, me.exchange().all_gather(me.rank, b"%d" % me.rank))) == 1
+        say("url", os.environ["RALLYPOINT_URL"])
+    """)
+    with rallypoint.Server(engine=etcd_url) as gateway:
+        nodes = [start(place, gateway.url, name, "--nnodes=2", script) for name in ("first", "second")]
+        assert [node.end() for node in nodes] == [0, 0], [node.err for node in nodes]
+        assert all(node.out == f"url {gateway.url}" for node in nodes)
+        with rallypoint.connect(gateway.url) as store:
+            assert not [key for key in store.list_keys() if not key.startswith("rendezvous:")]
 
 
 def test_an_etcd_that_nobody_reaches_is_named(place: Place) -> None:

@@ -176,6 +176,18 @@ def test_an_agent_whose_gateway_has_died_comes_again_and_has_another(etcd_url: s
         agent.shutdown()
 
 
+@pytest.mark.needs("etcd")
+def test_a_gateway_that_runs_is_the_endpoint(make: Make, etcd_url: str) -> None:
+    with rallypoint.Server(engine=etcd_url) as gateway:
+        one, two = make("2:2", gateway.port, is_host="0"), make("2:2", gateway.port)
+        infos = together(one, two)
+        assert sorted(info.rank for info in infos) == [0, 1]
+        infos[0].store.set("k", "v")
+        assert infos[1].store.get("k") == b"v"
+        assert infos[0].bootstrap_store_info.master_port == gateway.statistics()["doors"]["run"]["port"]
+        assert two.shutdown() and until(one.num_nodes_waiting, bool) == 1 and one.shutdown()
+
+
 # A run that has ended
 
 

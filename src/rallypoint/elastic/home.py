@@ -27,7 +27,7 @@ from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
 from rallypoint.spawn import Server
 from rallypoint.store import master
 from rallypoint.store.base import Store
-from rallypoint.store.tcp import TCPStore
+from rallypoint.store.tcp import TCPStore, TorchBackend
 from rallypoint.store.url import connect
 
 __all__ = ["Home", "RoundOver", "close_door", "find_or_start", "is_loopback", "on_etcd", "open_door", "to_bind"]
@@ -132,7 +132,7 @@ def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float
             if not hosts or deadline.expired():
                 raise
             continue
-        if not store._backend.hosts_objects:
+        if isinstance(store._backend, TorchBackend):
             store.close()
             peer = str(net.Endpoint(endpoint.host, port))
             why = "what answers there is a PyTorch server, not one of ours"
