@@ -6,7 +6,8 @@
 One connection and one session a store. Any number of tasks may use it; requests are answered as they are ready, and a
 cancelled call leaves nothing behind on the server. A cut is mended as in the blocking client (`store/session.py`): the
 session is resumed within its grace, and what was not answered is repeated. A server that is there and does not answer,
-for longer than it was asked to wait and the store's timeout, is `ConnectionLost`.
+for longer than it was asked to wait and the store's timeout, is `ConnectionLost`. One of several that hangs is left for
+another, as `store/wire.py` has it.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from rallypoint.errors import (
     Unsupported,
 )
 from rallypoint.store.base import Change
+from rallypoint.store.dial import answers
 from rallypoint.store.route import NO_GATEWAY, Route, Search
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
@@ -43,6 +45,10 @@ __all__ = ["AsyncStore", "connect"]
 
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, beyond what it was asked to wait, however short the store's timeout is."""
+
+PING_S, PROBE_S = 1.0, 1.0
+"""How long one of several servers may be silent before it is pinged, and then before it is probed; and how long that
+may take."""
 
 _Self = TypeVar("_Self", bound="AsyncStore")
 
@@ -57,6 +63,7 @@ async def connect(url: str, timeout: Timeout | None = None) -> AsyncStore:
         raise ValueError(f"store URL {url!r}: asyncio is for tcp://; use rallypoint.connect for the others")
     session = _Session(Route(parsed.endpoints()), parsed.timeout_s)
     await session.open(Deadline(parsed.timeout_s))
+    session.doubt()
     return AsyncStore(session, b"/" + (f"{parsed.prefix}/".encode() if parsed.prefix else b""), parsed.timeout_s)
 
 
@@ -98,6 +105,8 @@ class _Session:
         self._link: _Link | None = None
         self._welcome: asyncio.Future[Reply] | None = None
         self._mending: asyncio.Task[None] | None = None
+        self._doubting: asyncio.Task[None] | None = None
+        self._heard = False
         self._grace_s, self._cuts = 0.0, 0
         self.over: RallypointError | None = None
 
@@ -143,6 +152,7 @@ class _Session:
 
     def received(self, data: bytes) -> None:
         """Hand out what came."""
+        self._heard = True
         try:
             for reply in self._core.receive(data):
                 self._deliver(reply)
@@ -187,6 +197,28 @@ class _Session:
             self.end(ServerRestarted(peer=self.peer, why="a PyTorch server answers there now"))
         except RallypointError as error:
             self.end(error)
+
+    def doubt(self) -> None:
+        """Where there are several servers, see to it from now on that one that hangs is left."""
+        if self._route.several:
+            self._doubting = asyncio.ensure_future(self._doubt())
+
+    async def _doubt(self) -> None:
+        while True:
+            self._heard = False
+            await asyncio.sleep(PING_S)
+            link, transport = self._link, self._transport
+            if self._heard or transport is None:
+                continue
+            self.send(native.Ping)
+            await asyncio.sleep(PING_S)
+            if self._heard or link is not self._link:
+                continue
+            loop, at = asyncio.get_running_loop(), self._route.at
+            hangs = not await loop.run_in_executor(None, answers, at, Deadline(PROBE_S))
+            if hangs and not self._heard and link is self._link:
+                self._route.leave()
+                transport.abort()
 
     async def ask(self, operation: str, wait_s: float, kind: type[Request], *arguments: Any) -> Reply:
         """Send a request and wait for its answer; cancelled, take it back."""
@@ -240,8 +272,9 @@ class _Session:
             queue.put_nowait(None)
         if self._transport is not None:
             self._transport.close()
-        if self._mending is not None and self._mending is not asyncio.current_task():
-            self._mending.cancel()
+        for task in (self._mending, self._doubting):
+            if task is not None and task is not asyncio.current_task():
+                task.cancel()
 
     def close(self) -> None:
         """Say goodbye and end."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import signal
@@ -17,7 +18,10 @@ from tests.etcd.cluster import Cluster
 from tests.wire import AMPLE_S, Peer, Serving, until
 
 import rallypoint
+from rallypoint import aio
 from rallypoint.core.c10d import Op, encode
+from rallypoint.core.client import Client
+from rallypoint.store import wire
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -160,6 +164,70 @@ def test_our_client_goes_on_at_another_gateway_when_its_own_is_killed(etcd_url: 
         assert sorted(seen) == list(range(1, threads * each + 1)), "each once, none twice"
         assert store.add("n", 0) == threads * each
     one.close()
+
+
+@pytest.mark.parametrize("under_way", [True, False])
+def test_our_client_leaves_a_gateway_that_hangs_with_its_session(
+    etcd_url: str, monkeypatch: pytest.MonkeyPatch, under_way: bool
+) -> None:
+    monkeypatch.setattr(wire, "PING_S", 0.1)
+    monkeypatch.setattr(wire, "PROBE_S", 0.5)
+    one, other = (rallypoint.Server(engine=etcd_url) for _ in range(2))
+    with one, other, rallypoint.connect(f"{one.url},{other.url.removeprefix('tcp://')}") as store:
+        assert isinstance(store, rallypoint.TCPStore)
+        store.lease("mine", "v")
+        assert store.add("n", 1) == 1
+        one._child.send_signal(signal.SIGSTOP)
+        try:
+            if under_way:
+                assert store.add("n", 1) == 2
+            until(lambda: store.port, lambda port: port == other.port)
+        finally:
+            one._child.send_signal(signal.SIGCONT)
+        assert store.add("n", 1) == 2 + under_way and store.get("mine") == b"v"
+        with rallypoint.connect(one.url) as there:
+            assert there.get("mine") == b"v" and there.add("n", 0) == 2 + under_way
+
+
+def test_a_gateway_that_is_only_slow_is_not_left(etcd_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    probed = threading.Semaphore(0)
+    probe = wire.answers
+
+    def answers(*where: Any) -> bool:
+        answered = probe(*where)
+        probed.release()
+        return answered
+
+    monkeypatch.setattr(wire, "PING_S", 0.0)
+    monkeypatch.setattr(wire, "PROBE_S", AMPLE_S)
+    monkeypatch.setattr(wire, "answers", answers)
+    monkeypatch.setattr(Client, "answered", lambda core, number: False)
+    one, other = (rallypoint.Server(engine=etcd_url) for _ in range(2))
+    with one, other, rallypoint.connect(f"{one.url},{other.url.removeprefix('tcp://')}") as store:
+        assert isinstance(store, rallypoint.TCPStore)
+        for _ in range(3):
+            assert probed.acquire(timeout=AMPLE_S)
+        assert store.add("n", 1) == 1 and store.port == one.port
+
+
+def test_the_asyncio_client_leaves_a_gateway_that_hangs(etcd_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aio, "PING_S", 0.1)
+    monkeypatch.setattr(aio, "PROBE_S", 0.5)
+    one, other = (rallypoint.Server(engine=etcd_url) for _ in range(2))
+
+    async def main() -> None:
+        async with await aio.connect(f"{one.url},{other.url.removeprefix('tcp://')}") as store:
+            await store.lease("mine", "v")
+            assert await store.add("n", 1) == 1
+            one._child.send_signal(signal.SIGSTOP)
+            try:
+                assert await store.add("n", 1) == 2
+            finally:
+                one._child.send_signal(signal.SIGCONT)
+            assert await store.get("mine") == b"v" and store._session._route.at.port == other.port
+
+    with one, other:
+        asyncio.run(asyncio.wait_for(main(), AMPLE_S))
 
 
 def test_a_watch_goes_on_at_another_gateway_without_a_gap(etcd_url: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import socket
 import time
 from typing import Any
 
@@ -12,6 +13,7 @@ from tests.server.fake_space import FakeEtcd, FakeSpace
 from tests.server.gateways import Ours, kill, on_fake_etcd, open_gateway, settle
 from tests.server.test_gateway_torch import Held
 
+from rallypoint import net
 from rallypoint.core import native
 from rallypoint.core.client import Client, Reply
 from rallypoint.core.native import Status, frame
@@ -535,6 +537,25 @@ async def test_who_asks_more_than_can_be_done_is_not_read_from(etcd: FakeEtcd) -
     await settle()
     assert not peer.stopped and gateway._held == 0
     assert len(engine(etcd).list_keys()) == number
+
+
+@on_fake_etcd
+async def test_a_session_outlives_its_gateway_for_as_long_as_its_client_may_take_to_notice(etcd: FakeEtcd) -> None:
+    gateway = await open_gateway(etcd)
+    asked: list[float | None] = []
+    open_session = gateway.space.open_session
+
+    def noted(name: str, ttl_s: float | None = None) -> Any:
+        asked.append(ttl_s)
+        return open_session(name, ttl_s)
+
+    gateway.space.open_session = noted  # type: ignore[method-assign]
+    await opened(gateway)
+    with socket.socket() as sock:
+        net.keep_alive(sock)
+        noticed_s = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) / 1000
+    (ttl_s,) = asked
+    assert ttl_s is not None and ttl_s > 2 * gateway.settings.grace_s + noticed_s, "and to look for another"
 
 
 @on_fake_etcd

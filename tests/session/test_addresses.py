@@ -23,7 +23,7 @@ from rallypoint import Store
 from rallypoint.core.native import ACCEPTED, PREFACE, VERSION, Frames, Status, frame
 from rallypoint.deadline import Deadline
 from rallypoint.recipes.hosting import host_of
-from rallypoint.store import route
+from rallypoint.store import route, wire
 
 DEADLINE_S = 60
 
@@ -38,6 +38,7 @@ def server() -> Iterator[rallypoint.Server]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no address be taken for a silent one because this machine is busy; tests of silence have their own moment."""
     monkeypatch.setattr(route, "PATIENCE_S", (DEADLINE_S / 2, DEADLINE_S / 2))
+    monkeypatch.setattr(wire, "PING_S", DEADLINE_S)
 
 
 @pytest.fixture

@@ -221,6 +221,10 @@ class Client:
             if number in self._watches:
                 self._watches[number] = (self._watches[number][0], event.revision)
 
+    def answered(self, number: int) -> bool:
+        """Say whether a request has its answer, or was taken back."""
+        return number not in self._open
+
     def forget(self, number: int) -> None:
         """Take a request off the list of those to repeat."""
         self._open.pop(number, None)

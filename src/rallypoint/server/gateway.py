@@ -49,8 +49,8 @@ CLOSE_S = 2.0
 
 LOOK_S = 0.01
 PAUSE_S = 1.0
-LEASE_S = 3.0
-"""How much longer than the grace a session lives whose gateway has died."""
+OWN_LEASE_S = 3.0
+"""How much longer than the grace the session of a gateway itself lives that has died."""
 
 T = TypeVar("T")
 

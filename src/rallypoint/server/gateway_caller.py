@@ -32,6 +32,10 @@ if TYPE_CHECKING:
 
 __all__ = ["GatewayCaller", "GatewaySessions"]
 
+LEASE_S = 12.0
+"""How much longer than the grace a session lives whose gateway has died: longer than its client takes to find that out
+(6 s, `net.keep_alive`) and then another gateway. That of a client that has died is ended by its gateway."""
+
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
 
@@ -199,7 +203,8 @@ class GatewaySessions:
             why = f"it has {len(self._sessions)} sessions, and no more are allowed (serve --max-sessions)"
             return self._refuse(why)
         else:
-            opened = await self._gateway.ask(self._gateway.space.open_session(hello.name))
+            ttl_s = self._gateway.settings.grace_s + LEASE_S
+            opened = await self._gateway.ask(self._gateway.space.open_session(hello.name, ttl_s))
             session, kept_watches = self._add(opened, 0), True
         unseen = session.resume(hello.pushes_seen)
         self._away.pop(session, None)

@@ -80,10 +80,10 @@ def _house(settings: Settings) -> Callable[[], House]:
     except ModuleNotFoundError as error:
         why = f"engine {address.name} needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
         raise ValueError(why) from None
-    from rallypoint.server.gateway import LEASE_S, Gateway
+    from rallypoint.server.gateway import OWN_LEASE_S, Gateway
 
     def connect() -> Awaitable[Space]:
-        return Space.connect(address, f"gateway {net.caller_name()}", REACH_S, settings.grace_s + LEASE_S)
+        return Space.connect(address, f"gateway {net.caller_name()}", REACH_S, settings.grace_s + OWN_LEASE_S)
 
     return lambda: Gateway(settings, connect)
 

@@ -16,7 +16,7 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, RallypointError
 from rallypoint.store.route import NO_GATEWAY, Route, Search
 
-__all__ = ["NotOurs", "dial"]
+__all__ = ["NotOurs", "answers", "dial"]
 
 LEAST_S = 0.1
 """What a step of the greeting gets, however little time is left."""
@@ -57,6 +57,16 @@ def dial(route: Route, core: Client, deadline: Deadline) -> tuple[socket.socket,
                     raise
                 search.failed(endpoint, error.strerror or str(error))
         time.sleep(search.pause_s())
+
+
+def answers(endpoint: net.Endpoint, deadline: Deadline) -> bool:
+    """Say whether a server still answers, or hangs up, in time: on a connection of its own, which waits for nothing."""
+    try:
+        with net.connect(*endpoint, deadline, once=True) as sock:
+            sock.sendall(PREFACE)
+            return bool(_some(sock, 1, deadline))
+    except OSError as error:
+        return not isinstance(error, (ConnectFailed, TimeoutError))
 
 
 def _call(

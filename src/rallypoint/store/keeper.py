@@ -1,8 +1,9 @@
 """The keeper: one daemon thread of a process that looks after its connections while no call is under way on them.
 
-It mends cuts, takes in pushes, and keeps hearts beating for leases that ask for it. A call in progress does not notice
-it: data is listened for only where somebody expects pushes and nobody reads. Mending may take as long as the grace, so
-each cut gets a thread of its own. Connections are held weakly; with the last one the keeper ends.
+It mends cuts, takes in pushes, keeps hearts beating for leases that ask for it, and has a server that may hang probed.
+A call in progress does not notice it: data is listened for only where somebody expects pushes and nobody reads. Mending
+may take as long as the grace, so each cut gets a thread of its own, and so does a probe. Connections are held weakly;
+with the last one the keeper ends.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ class Kept(Protocol):
     def mend(self, sock: socket.socket) -> None:
         """Mend a cut of this socket."""
 
+    def doubts(self) -> socket.socket | None:
+        """Ask for a sign of life; return the socket where none came, and another server could be asked instead."""
+
+    def probe(self, sock: socket.socket) -> None:
+        """Find out whether the server of this socket hangs, and cut it if so."""
+
     def read_idle(self) -> None:
         """Take in what came unasked, if nobody else reads."""
 
@@ -50,6 +57,7 @@ class Keeper:
         self._all: dict[int, weakref.ref[Kept]] = {}
         self._beaten_at: dict[int, float] = {}
         self._mending: set[int] = set()
+        self._probing: set[int] = set()
         self._runs = False
 
     def keep(self, kept: Kept) -> None:
@@ -73,6 +81,7 @@ class Keeper:
                             del self._all[number], self._beaten_at[number]
                     continue
                 self._beat(number, kept)
+                self._doubt(number, kept)
                 sock, listens = seen
                 if number in self._mending:
                     continue
@@ -102,6 +111,24 @@ class Keeper:
         now = time.monotonic()
         if now - self._beaten_at[number] >= kept.beat_s and kept.beat():
             self._beaten_at[number] = now
+
+    def _doubt(self, number: int, kept: Kept) -> None:
+        """Have a server probed that gives no sign of life, in a thread of its own."""
+        doubted = None if number in self._probing or number in self._mending else kept.doubts()
+        if doubted is None:
+            return
+        reference, sock = weakref.ref(kept), doubted
+
+        def probe() -> None:
+            try:
+                kept = reference()
+                if kept is not None:
+                    kept.probe(sock)
+            finally:
+                self._probing.discard(number)
+
+        self._probing.add(number)
+        threading.Thread(target=probe, name="rallypoint keeper, probing", daemon=True).start()
 
     def _mend(self, number: int, reference: weakref.ref[Kept], sock: socket.socket) -> None:
         """Mend a cut, in a thread of its own."""

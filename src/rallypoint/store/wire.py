@@ -9,6 +9,10 @@ A cut is mended by whoever notices it: a reading thread, or, when no call is und
 connects again, there or elsewhere, resumes the session and repeats what was not answered. When there is no such session
 any more, or the grace has passed, it is over for good: `SessionLost`, or `ServerRestarted` when another server answers.
 
+Where there are several addresses, a server that hangs is as good as lost, and no kernel tells of it. So the keeper
+pings it every second. An answer may be late for good reasons, such as the requests before it; then a connection of its
+own is tried, and only if that is met with silence, too, the session goes on elsewhere.
+
 Who reads, and mends, is noted in `_reader` by a token of its own, so that a call that is interrupted anywhere can see
 whether it was the reader, and stop being it: a lock could be left held by a signal right after it was taken. Whoever
 reads may take `_sender` (the order of requests on the wire), and either `_lock` (the protocol core, the slots and
@@ -25,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import select
 import socket
 import sys
 import threading
@@ -48,8 +53,8 @@ from rallypoint.errors import (
     StoreClosed,
 )
 from rallypoint.store import keeper
-from rallypoint.store.dial import NotOurs, dial
-from rallypoint.store.ear import Ear
+from rallypoint.store.dial import NotOurs, answers, dial
+from rallypoint.store.ear import Ear, poll
 from rallypoint.store.route import Route
 from rallypoint.store.slot import Slot
 
@@ -60,6 +65,11 @@ LEAST_PATIENCE_S = 10.0
 
 MENDS, IN_A_ROW_S = 5, 0.5
 """How many cuts in a row, each so soon after the last and with no answer in between, are taken for bad luck."""
+
+
+PING_S, PROBE_S = 1.0, 1.0
+"""How often one of several servers is asked for a sign of life, which is late when the next is due; and how long a
+probe may then take."""
 
 
 _forks = 0
@@ -102,6 +112,7 @@ class Wire:
         self._core = Client(net.caller_name(), self._route.identity)
         self._grace_s = 0.0
         self._mended, self._cut_at = 0, float("-inf")
+        self._ping, self._pinged_at = 0, time.monotonic()
         self._ear = self._connect(Deadline(self._timeout_s))
         self._forks = _forks
         self.hosts_objects = self._core.hosts_objects
@@ -266,13 +277,53 @@ class Wire:
         """Return the socket and whether what comes there is for nobody who reads; None when all is over."""
         if self._over is not None:
             return None
-        return self._ear.socket, bool(self._slots) and self._reader is None
+        return self._ear.socket, self._reader is None and (bool(self._slots) or not self._core.answered(self._ping))
 
     def mend(self, sock: socket.socket) -> None:
         """Mend a cut of this socket, unless somebody does or did so."""
         with self._reading() as reads:
             if reads and self._ear.socket is sock:
                 self._mend()
+
+    def doubts(self) -> socket.socket | None:
+        """Ping, where there are several addresses and it is time; return the socket where that is in vain."""
+        now, sock, lately_at = time.monotonic(), self._ear.socket, self._pinged_at
+        if not self._route.several or now < lately_at + PING_S:
+            return None
+        in_vain = True
+        if self._core.answered(self._ping):
+            if self._sender.acquire(blocking=False):
+                try:
+                    in_vain = not self._send_ping(sock)
+                finally:
+                    self._sender.release()
+            elif now < lately_at + 2 * PING_S:  # somebody sends; if for longer, the server does not read
+                return None
+        self._pinged_at = now
+        return sock if in_vain else None
+
+    def _send_ping(self, sock: socket.socket) -> bool:
+        """Ping, the sender's lock being held; say whether the connection took it at once."""
+        self._ping = self._core.number
+        try:
+            ping = self._number(native.Ping, ())
+            if sock.send(ping, socket.MSG_DONTWAIT) < len(ping):
+                sock.close()  # in the middle of a frame; whoever mends the cut says it again
+        except OSError:
+            with self._lock:
+                self._core.forget(self._ping)
+            return False
+        except RallypointError:
+            pass  # all is over
+        return True
+
+    def probe(self, sock: socket.socket) -> None:
+        """Find out whether the server of this socket hangs, and cut it if so: whoever mends it begins elsewhere."""
+        hangs = not answers(self._route.at, Deadline(PROBE_S))
+        if hangs and self._ear.socket is sock and sock.fileno() >= 0 and not poll(sock, select.POLLIN, 0.0):
+            self._route.leave()
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
 
     # Watches, and the end
 
