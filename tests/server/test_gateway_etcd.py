@@ -22,6 +22,7 @@ from rallypoint import aio
 from rallypoint.core.c10d import Op, encode
 from rallypoint.core.client import Client
 from rallypoint.store import wire
+from rallypoint.store.url import parse_url
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -135,10 +136,19 @@ def test_who_closes_the_last_door_of_a_round_leaves_nothing(gateways: tuple[Serv
         one.set(b"/k", b"v")
         assert ask(gateways[0].address, "DELETE", "/doors/run/1") == {"closed": True}
         assert one.rest() == b"" and other.get(b"/k") == b"v"
-    with rallypoint.connect(f"{etcd_url}/doors/run/1") as behind:
-        assert behind.check(["k"])
-        assert ask(gateways[1].address, "DELETE", "/doors/run/1") == {"closed": True}
-        until(lambda: behind.check(["k"]), lambda there: not there)
+
+    from rallypoint.etcd.space import Space
+
+    async def behind() -> int:
+        space = await Space.connect(parse_url(etcd_url).etcd(), "test", AMPLE_S)
+        try:
+            return await space.below("doors/run/1").num_keys(b"")
+        finally:
+            await space.close()
+
+    assert asyncio.run(behind()) == 1
+    assert ask(gateways[1].address, "DELETE", "/doors/run/1") == {"closed": True}
+    until(lambda: asyncio.run(behind()), lambda left: not left)
 
 
 def test_our_client_goes_on_at_another_gateway_when_its_own_is_killed(etcd_url: str) -> None:
