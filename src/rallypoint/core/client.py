@@ -164,6 +164,10 @@ class Client:
         """Whether there is more than a little to confirm."""
         return self._unconfirmed >= CONFIRM_EVERY
 
+    def unanswered(self) -> list[int]:
+        """Return the numbers of the requests that wait for an answer."""
+        return list(self._open)
+
     def confirm(self) -> bytes:
         """Return what tells the server to forget what was delivered, or nothing when that was little."""
         if self._unconfirmed < CONFIRM_EVERY:

@@ -60,6 +60,9 @@ from rallypoint.store.slot import Slot
 
 __all__ = ["Wire"]
 
+GOODBYE_S = 1.0
+"""How long closing may take: when it returns, as a rule, the server has given nothing more to this session."""
+
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, however short the store's timeout is."""
 
@@ -379,15 +382,33 @@ class Wire:
             self._over = StoreClosed(store=self.label)
             self._ear.socket.close()
             return
-        if self._over is None and self._sender.acquire(timeout=1.0):
+        if self._over is None and self._sender.acquire(timeout=GOODBYE_S):
+            goodbye: Slot | None = Slot()
             try:
-                self._ear.socket.settimeout(1.0)
-                self._ear.socket.sendall(self._number(native.Bye, ()))
+                self._ear.socket.settimeout(GOODBYE_S)
+                with self._lock:
+                    unanswered = self._core.unanswered()
+                takes_back = [self._number(native.Drop, (number,)) for number in unanswered]
+                self._ear.socket.sendall(b"".join([*takes_back, self._number(native.Bye, (), goodbye)]))
             except (OSError, RallypointError):
-                pass
+                goodbye = None
             finally:
                 self._sender.release()
+            if goodbye is not None:
+                self._hear_out(goodbye, Deadline(GOODBYE_S))
         self._end(StoreClosed(store=self.label))
+
+    def _hear_out(self, slot: Slot, deadline: Deadline) -> None:
+        """Wait for an answer, but mend no cut for it."""
+        while not slot.answers and self._over is None and not deadline.expired():
+            with self._reading() as reads:
+                data = self._ear.hear(deadline.remaining()) if reads else None
+                if data == b"":
+                    return
+                if data:
+                    self._hand_out(data)
+            if not reads:
+                self._follow(slot, deadline)
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
         if not at_the_end() and "_ear" in self.__dict__ and self._over is None:
