@@ -84,10 +84,13 @@ class Endpoint:
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
+        self._credentials = credentials
         if credentials is None:
             self.channel = grpc.aio.insecure_channel(address, _OPTIONS)
         else:
             self.channel = grpc.aio.secure_channel(address, credentials, _OPTIONS)
+        self._direct: grpc.Channel | None = None
+        self.directly: dict[str, Any] = {}
         self.trouble = ""
         self._failures = 0
         self._aside_until = float("-inf")
@@ -99,6 +102,21 @@ class Endpoint:
         if method not in self._methods:
             self._methods[method] = self.channel.unary_unary(method)
         return self._methods[method]
+
+    async def close(self) -> None:
+        """Hang up."""
+        await self.channel.close()
+        if self._direct is not None:
+            self._direct.close()
+
+    def direct(self, method: str) -> Any:
+        """Return what makes one call from any thread, which waits for it."""
+        if self._direct is None:
+            if self._credentials is None:
+                self._direct = grpc.insecure_channel(self.address, _OPTIONS)
+            else:
+                self._direct = grpc.secure_channel(self.address, self._credentials, _OPTIONS)
+        return self._direct.unary_unary(method)
 
     def answered(self) -> None:
         """Note that it is well."""
@@ -176,6 +194,26 @@ class Client:
                 task.cancel()
         return answers.read_status((await self.call(Method.STATUS, b"", deadline)).data)[0]
 
+    def ask_directly(self, method: str, request: bytes) -> bytes | None:
+        """Make one attempt at a call that only reads, in any thread; None when there is no answer, for whatever reason.
+
+        It saves the way to the event loop and back, a third of the time of a read.
+        """
+        endpoint, since = self._current, time.monotonic()
+        if self._closed or endpoint.aside_s() > 0:
+            return None
+        try:
+            if method not in endpoint.directly:
+                endpoint.directly[method] = endpoint.direct(method)
+            data: bytes = endpoint.directly[method](request, timeout=ATTEMPT_S, metadata=self._metadata())
+        except grpc.RpcError as error:
+            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
+                endpoint.failed(f"no answer within {ATTEMPT_S:g} s", since)
+            return None
+        except ValueError:  # closed meanwhile
+            return None
+        return data
+
     async def log_in(self, deadline: Deadline) -> None:
         """Get a token; that of a member that was restarted is worth nothing any more."""
         self._token = ""
@@ -204,7 +242,7 @@ class Client:
         """Hang up on all."""
         self._closed = True
         for endpoint in self.endpoints:
-            await endpoint.channel.close()
+            await endpoint.close()
 
     # Inside
 

@@ -13,13 +13,13 @@ from collections.abc import Callable, Sequence
 from rallypoint.core.records import Swap, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import EtcdRefused
-from rallypoint.etcd import messages
+from rallypoint.etcd import answers, messages
 from rallypoint.etcd.address import Address
 from rallypoint.etcd.answers import KV
 from rallypoint.etcd.client import Client, Refusal
 from rallypoint.etcd.counters import Counters
 from rallypoint.etcd.ground import Decision, Seen, as_seen, only
-from rallypoint.etcd.layout import pack
+from rallypoint.etcd.layout import pack, unpack
 from rallypoint.etcd.messages import Compare, Method, Txn
 from rallypoint.etcd.queues import Queues
 from rallypoint.etcd.run import RunLease
@@ -87,6 +87,13 @@ class Space(Queues, Counters):
     async def get(self, key: bytes) -> bytes | None:
         """Return a value, or None where there is no such key."""
         return (await self.multi_get((key,)))[0]
+
+    def get_directly(self, key: bytes) -> bytes | None:
+        """Return a value that is there and small, in any thread; None where it is not, or nobody answered."""
+        data = self.ties.client.ask_directly(Method.RANGE, messages.get(self.layout.value(key)).body)
+        found = None if data is None else only(answers.read_range(data))
+        value = None if found is None else unpack(found.value)
+        return value if isinstance(value, bytes) else None
 
     async def multi_get(self, keys: Sequence[bytes]) -> list[bytes | None]:
         """Return values as of one moment, None where there is no such key."""

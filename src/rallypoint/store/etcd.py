@@ -23,6 +23,7 @@ from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import SessionLost, StoreClosed, Unsupported
 from rallypoint.etcd import watcher
 from rallypoint.etcd.address import DEFAULT_SPACE, Address, parse
+from rallypoint.etcd.client import ATTEMPT_S
 from rallypoint.etcd.executor import Executor
 from rallypoint.etcd.session import Mark, Session
 from rallypoint.etcd.space import Space
@@ -82,6 +83,11 @@ class EtcdBackend(Backend):
         return self._run(self._space.wait(keys, deadline))
 
     def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
+        if len(keys) == 1 and deadline.remaining() >= ATTEMPT_S:
+            self._must_be_open()
+            value = self._space.get_directly(keys[0])
+            if value is not None:
+                return [value]
         return self._run(self._space.wait_values(keys, deadline))
 
     # Changes
