@@ -30,7 +30,7 @@ from rallypoint.etcd.watcher import Feed
 
 __all__ = ["Space"]
 
-TTL_S = 5.0
+TTL_S = 10.0
 """How long a session lives on when nobody keeps it alive."""
 
 PATIENCE_S = 30.0
