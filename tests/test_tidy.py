@@ -107,6 +107,14 @@ OF_ONE_MACHINE = re.compile(
 )
 
 
+def parsed(text: str, *more: str) -> ast.Module:
+    """Parse a module; Python 3.11 may lose count of its depth when a garbage collection runs meanwhile, and says so."""
+    try:
+        return ast.parse(text, *more)
+    except SystemError:
+        return ast.parse(text, *more)
+
+
 class File(NamedTuple):
     """One parsed Python file, named relative to the root of the repository."""
 
@@ -141,7 +149,7 @@ Findings = Iterator[Wrong]
 
 
 def parse(path: str, text: str) -> File:
-    return File(path, text, ast.parse(text, path))
+    return File(path, text, parsed(text, path))
 
 
 @functools.cache
