@@ -1,0 +1,142 @@
+"""Several hosts on one machine: network namespaces behind one bridge, each with its own host name and /etc/hosts.
+
+    @pytest.mark.needs("netns")
+    def test_a_cut(tmp_path: Path) -> None:
+        with hosts(3) as (a, b, c):
+            server = a.popen([sys.executable, "-m", "rallypoint", "serve", "--host", a.address, "--port", "29400"])
+            agent = Node(b.command([sys.executable, "-m", "rallypoint", "run", ..., f"{a.name}:29400"]), tmp_path, {})
+            b.cut()           # off the bridge: both sides see silence, no error
+            b.mend()
+            a.carrier_lost()  # the interface of `a` itself sees that its cable is gone
+            a.mend()
+            with a.inside():  # this thread's new sockets belong to `a`, its loopback included
+                page = urlopen("http://localhost:29400/statistics")
+
+The hosts are named host-a, host-b, ..., and know each other by name. The bridge is in a namespace of its own, so that
+no address, route or device appears outside: tests may run in parallel, and cannot reach each other. `command` and
+`popen` keep the pid: every wrapper execs. At the end the processes in the namespaces are killed by pid, whoever
+started them, and everything is removed.
+
+Rejected: setting a host's own interface down in order to cut it. Its addresses and routes go with it, and its kernel
+then tells every socket at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import secrets
+import shutil
+import signal
+import string
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FILES", "IP", "Host", "hosts"]
+
+IP = shutil.which("ip") or "/usr/sbin/ip"
+CLONE_NEWNET = 0x40000000
+FILES = Path("/etc/netns")
+"""Where `ip netns exec NAME` finds the files, NAME/hosts among them, that it mounts over those in /etc."""
+
+RENAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
+
+
+class Host:
+    """One host: `name` and `address` are how the others reach it."""
+
+    def __init__(self, namespace: str, switch: str, port: str, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self.namespace, self._switch, self._port = namespace, switch, port
+
+    def command(self, argv: Sequence[str]) -> list[str]:
+        """Return the command that runs `argv` on this host."""
+        return [IP, "netns", "exec", self.namespace, "unshare", "--uts", "sh", "-c", RENAME, self.name, *argv]
+
+    def popen(self, argv: Sequence[str], **more: Any) -> subprocess.Popen[Any]:
+        """Start a program on this host; `more` is for `Popen`."""
+        return subprocess.Popen(self.command(argv), **more)
+
+    def cut(self) -> None:
+        """Take the host off the bridge: nothing arrives any more, either way, and no interface notices."""
+        _ip("-n", self._switch, "link", "set", self._port, "nomaster")
+
+    def carrier_lost(self) -> None:
+        """Set the bridge's end of the cable down: the host's own interface loses its carrier."""
+        _ip("-n", self._switch, "link", "set", self._port, "down")
+
+    def mend(self) -> None:
+        """Undo `cut` and `carrier_lost`."""
+        _ip("-n", self._switch, "link", "set", self._port, "master", "bridge", "up")
+
+    @contextlib.contextmanager
+    def inside(self) -> Iterator[None]:
+        """Have the sockets that this thread makes belong to this host; host name and /etc/hosts stay our own."""
+        with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{self.namespace}") as there:
+            _enter(there.fileno())
+            try:
+                yield
+            finally:
+                _enter(home.fileno())
+
+    def __repr__(self) -> str:
+        return f"<Host {self.name} {self.address} namespace {self.namespace}>"
+
+
+@contextlib.contextmanager
+def hosts(count: int) -> Iterator[tuple[Host, ...]]:
+    """Make so many hosts that reach each other by name and address; afterwards nothing is left of them."""
+    token, network = secrets.token_hex(3), f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
+    names = [f"host-{letter}" for letter in string.ascii_lowercase[:count]]
+    addresses = {name: f"{network}.{number}" for number, name in enumerate(names, 1)}
+    switch = f"rally-{token}"
+    with contextlib.ExitStack() as undo:
+        _add_namespace(switch, undo)
+        _ip("-n", switch, "link", "add", "bridge", "type", "bridge")
+        _ip("-n", switch, "link", "set", "bridge", "up")
+        made = []
+        for name, address in addresses.items():
+            made.append(Host(f"{switch}-{name}", switch, name, name, address))
+            _add_host(made[-1].namespace, switch, name, addresses, undo)
+        yield tuple(made)
+
+
+def _add_host(namespace: str, switch: str, name: str, addresses: dict[str, str], undo: contextlib.ExitStack) -> None:
+    _add_namespace(namespace, undo)
+    files = FILES / namespace
+    files.mkdir(parents=True)
+    undo.callback(shutil.rmtree, files)
+    known = "".join(f"{address} {other}\n" for other, address in addresses.items())
+    (files / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
+    _ip("-n", switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", namespace)
+    _ip("-n", switch, "link", "set", name, "master", "bridge", "up")
+    _ip("-n", namespace, "addr", "add", f"{addresses[name]}/24", "dev", "eth0")
+    _ip("-n", namespace, "link", "set", "eth0", "up")
+
+
+def _add_namespace(namespace: str, undo: contextlib.ExitStack) -> None:
+    _ip("netns", "add", namespace)
+    undo.callback(_ip, "netns", "del", namespace)
+    undo.callback(_kill_all, namespace)
+    _ip("-n", namespace, "link", "set", "lo", "up")
+
+
+def _kill_all(namespace: str) -> None:
+    """Kill what runs in a namespace, until nothing does: all of it was started by the test."""
+    while pids := [int(word) for word in _ip("netns", "pids", namespace).split() if int(word) != os.getpid()]:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+
+def _enter(descriptor: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.setns(descriptor, CLONE_NEWNET):
+        raise OSError(ctypes.get_errno(), "cannot enter a network namespace")
+
+
+def _ip(*words: str) -> str:
+    return subprocess.run([IP, *words], check=True, stdout=subprocess.PIPE, text=True).stdout
