@@ -35,6 +35,7 @@ from rallypoint.errors import (
     RallypointError,
     RankTaken,
     RunClosed,
+    RunFull,
     ServerFailed,
     ServerRestarted,
     SessionLost,
@@ -243,12 +244,21 @@ SAMPLES: list[Sample] = [
         other="node-a (node-a pid 9)",
     ),
     sample(
+        RunFull,
+        ["rendezvous 'run'", "2 nodes (a, b)", "c cannot join", "MIN:MAX"],
+        MeetingError,
+        thing="rendezvous 'run'",
+        member="c",
+        nodes=("a", "b"),
+    ),
+    sample(
         RunClosed,
         ["rendezvous 'run'", "'failed'", "out of memory"],
         MeetingError,
         thing="rendezvous 'run'",
         result="failed",
         reason="out of memory",
+        waited=False,
     ),
 ]
 

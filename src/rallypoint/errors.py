@@ -23,6 +23,7 @@ launcher may send it to another process. `except` clauses choose by whose fault 
     │       ├── NameTaken          another process is that member
     │       ├── BadDeviceMap       also a ValueError: a map of devices that cannot be
     │       ├── RankTaken          also a ValueError: another node has asked for that rank
+    │       ├── RunFull            the run has all of its nodes, and takes no spares
     │       └── RunClosed          the run has its result
     └── NetworkError       the store could not be asked; also a ConnectionError
         ├── ConnectFailed      nobody could be reached; also a TimeoutError
@@ -62,6 +63,7 @@ __all__ = [
     "NameTaken",
     "BadDeviceMap",
     "RankTaken",
+    "RunFull",
     "RunClosed",
     "NetworkError",
     "ConnectFailed",
@@ -425,19 +427,38 @@ class RankTaken(MeetingError, ValueError):
         )
 
 
+class RunFull(MeetingError):
+    """The round has all of its nodes, and this node was not to wait as a spare; `nodes` names them."""
+
+    thing: str
+    member: str
+    nodes: tuple[str, ...]
+
+    def __init__(self, *, thing: str, member: str, nodes: Sequence[str]) -> None:
+        super().__init__(
+            f"{thing} is full: it has all of its {len(nodes)} nodes ({_few(nodes)}), so {member} cannot join. "
+            f"Another job needs a run id of its own; to keep spares, give a range of nodes, MIN:MAX.",
+            thing=thing,
+            member=member,
+            nodes=tuple(nodes),
+        )
+
+
 class RunClosed(MeetingError):
-    """The run has ended, and this is its `result`: for one that waited in reserve, the job is done."""
+    """The run has ended, and this is its `result`; it is also that of a node which `waited` for a round of it."""
 
     thing: str
     result: str
     reason: str
+    waited: bool
 
-    def __init__(self, *, thing: str, result: str, reason: str) -> None:
+    def __init__(self, *, thing: str, result: str, reason: str, waited: bool = False) -> None:
         super().__init__(
             f"{thing} was closed with the result {result!r}: {reason}. To begin a new run under this name, open it.",
             thing=thing,
             result=result,
             reason=reason,
+            waited=waited,
         )
 
 

@@ -398,7 +398,9 @@ def test_a_closed_run_is_remembered_though_nobody_is_here() -> None:
     host.act("0", 2, Close("done", "well"))
     host.end("0")
     assert host.engine.size == 0 and host.objects.statistics() == {"rendezvous": 1}
-    assert host.act("1", 1, Join(Limits())) == Refused("RunClosed", {"result": "done", "reason": "well"})
+    assert host.act("1", 1, Join(Limits())) == Refused(
+        "RunClosed", {"result": "done", "reason": "well", "waited": False}
+    )
     assert host.objects.statistics() == {"rendezvous": 1}, "and not only once"
     host.end("1")
 

@@ -53,9 +53,9 @@ class Meeting:
     def open(self) -> Any:
         return self._do("opener", "", Open())
 
-    def leave(self, name: str, undo: type[Undo] = Leave) -> Any:
+    def leave(self, name: str, undo: type[Undo] = Leave, **how: Any) -> Any:
         call, _ = self.calls[name]
-        return self._apply(Call(name, call.session, self._next()), undo(call.number))
+        return self._apply(Call(name, call.session, self._next()), undo(call.number, **how))
 
     def lost(self, session: str) -> None:
         self._did(self.machine.lost(session, self.stamp + 1))
@@ -497,11 +497,86 @@ def test_a_join_that_waits_is_withdrawn() -> None:
     assert meeting.join("c").size == 2 and meeting.ranks() == {"b": 0, "c": 1}
 
 
+# Leaving when done, and in failure
+
+
+def test_a_node_that_is_done_leaves_and_the_round_stands() -> None:
+    meeting = meeting_of("a b", 2, 2)
+    meeting.watch("b")
+    assert meeting.leave("a", done=True) == 1
+    assert meeting.look()["phase"] == "formed" and meeting.told["watch b"] is WAIT
+    assert meeting.join("x") is WAIT and meeting.look()["spares"] == ["x"], "the place of one that is done is not free"
+    assert meeting.leave("b") == 1
+    assert meeting.look()["over"] == "b (host:1) left"
+
+
+def test_when_all_have_left_because_they_are_done_the_next_begin_anew() -> None:
+    meeting = meeting_of("a b", 2, 2)
+    for name in "ab":
+        meeting.leave(name, done=True)
+    assert meeting.join("c") is WAIT and meeting.join("d").size == 2
+
+
+def test_a_node_that_leaves_in_failure_closes_a_run_that_cannot_go_on() -> None:
+    meeting = meeting_of("a b", 2, 2)
+    meeting.watch("a")
+    assert meeting.leave("b", failed="rank 1 failed: exit code 3") == 1
+    reason = "b (host:1) ended in failure, 1 of at least 2 nodes are left: rank 1 failed: exit code 3"
+    assert meeting.told["watch a"] == f"the run was closed: failed: {reason}"
+    assert meeting.join("a") == closed_with("failed", reason)
+
+
+def test_a_node_that_fails_while_it_waits_closes_a_run_that_cannot_go_on() -> None:
+    meeting = meeting_of("a b c", 2, 3)
+    meeting.lost("c")
+    meeting.join("a")
+    meeting.leave("a", failed="why")
+    assert meeting.look()["phase"] == "closed" and meeting.look()["result"] == "failed"
+
+
+def test_a_failure_closes_nothing_where_enough_are_left_or_nobody_is() -> None:
+    meeting = meeting_of("a b c", 2, 3)
+    assert meeting.leave("a", failed="why") == 2 and meeting.look()["phase"] == "gathering"
+    assert meeting.leave("b", failed="why") == 1 and meeting.look()["phase"] == "closed"
+    alone = meeting_of("a", 1, 1)
+    assert alone.leave("a", failed="why") == 0 and alone.look()["phase"] == "gathering"
+
+
+# Nodes that are to be no spares
+
+
+def full_with(*names: str, member: str = "x") -> Refused:
+    return Refused("RunFull", {"member": member, "nodes": list(names)})
+
+
+def test_who_is_to_be_no_spare_is_refused_where_all_places_are_taken() -> None:
+    meeting = meeting_of("a b", 2, 2)
+    assert meeting.join("x", spare=False) == full_with("a", "b")
+    assert meeting.look()["waiting"] == [] and meeting.ranks() == {"a": 0, "b": 1}, "nobody has noticed"
+    meeting.leave("a", done=True)
+    assert meeting.join("x", spare=False) == full_with("b", "a"), "one that is done has its place still"
+    meeting.lost("b")
+    assert meeting.join("x", spare=False) is WAIT
+
+
+def test_who_waits_is_refused_when_a_round_is_formed_without_it_unless_as_a_spare() -> None:
+    meeting = meeting_of("a b", 2, 2)
+    meeting.lost("b")
+    assert meeting.join("x", spare=False) is WAIT
+    assert meeting.join("y") is WAIT
+    assert meeting.join("b", "b2") is WAIT
+    meeting.join("a")
+    assert set(meeting.ranks()) == {"a", "b"}, "those of the last round go first"
+    call, command = meeting.calls["x"]
+    assert meeting.machine.apply(call, command, 99).outcome == full_with(*meeting.machine.nodes)
+    assert meeting.look()["waiting"] == ["y"]
+
+
 # The end of a run
 
 
-def closed_with(result: str = "done", reason: str = "all epochs trained") -> Refused:
-    return Refused("RunClosed", {"result": result, "reason": reason})
+def closed_with(result: str = "done", reason: str = "all epochs trained", waited: bool = False) -> Refused:
+    return Refused("RunClosed", {"result": result, "reason": reason, "waited": waited})
 
 
 def test_close_reaches_spares_and_watchers() -> None:
@@ -509,7 +584,7 @@ def test_close_reaches_spares_and_watchers() -> None:
     meeting.join("x")
     meeting.watch("a")
     assert meeting.close() is True
-    assert meeting.told["x"] == closed_with()
+    assert meeting.told["x"] == closed_with(waited=True)
     assert meeting.told["watch a"] == "the run was closed: done: all epochs trained"
     assert meeting.watch("b") == "the run was closed: done: all epochs trained"
 
@@ -520,7 +595,7 @@ def test_close_reaches_those_who_wait_and_stops_last_call() -> None:
     meeting.join("b")
     assert meeting.machine.alarm is not None
     meeting.close("failed", "b ran out of memory")
-    assert meeting.told["a"] == meeting.told["b"] == closed_with("failed", "b ran out of memory")
+    assert meeting.told["a"] == meeting.told["b"] == closed_with("failed", "b ran out of memory", waited=True)
     assert meeting.machine.alarm is None and meeting.machine.idle
 
 
@@ -529,7 +604,7 @@ def test_who_gives_up_when_the_run_has_just_been_closed_hears_that() -> None:
     meeting = meeting_of("a b", 2, 2)
     meeting.join("spare")
     meeting.close()
-    assert meeting.leave("spare", Withdraw) == closed_with()
+    assert meeting.leave("spare", Withdraw) == closed_with(waited=True)
     assert meeting.leave("spare") == 2, "but whoever leaves, leaves"
     assert meeting.leave("a", Withdraw) == [list(meeting.told["a"])], "it was in a round"
 

@@ -3,8 +3,11 @@
 A node joins and waits until it is in a round, of which everybody agrees who is in it and who has which rank. A round
 stands until one of its nodes is lost, leaves or comes again, or until others wait and there is room for them: then it
 is over, whoever watches is told why, and its nodes come again. Those who wait when a round has all that it may have are
-spares, and step in when there is a place. Leaving closes nothing: only `Close` ends a run, with a result that reaches
-everybody, and `Open` begins another under the same name.
+spares, and step in when there is a place, unless they came with `spare` off: those are refused.
+
+Leaving closes nothing: only `Close` ends a run, with a result that reaches everybody, and `Open` begins another under
+the same name. The exception is a node that leaves in failure with fewer than the minimum left: that closes the run as
+failed. A node whose work is done leaves without ending the round for those who still work.
 
 Who may join, and when a round is formed of whom, is decided in `core/gathering.py`.
 
@@ -69,6 +72,9 @@ class Join(Command, tag="rendezvous.join"):
     run: int = -1
     """The run that this node has been in, if any: one that was opened later is not for it."""
 
+    spare: bool = True
+    """Whether it waits for a place where a round has all of its nodes; else it is refused."""
+
     @property
     def weight(self) -> int:
         """The bytes of its settings and addresses."""
@@ -82,6 +88,12 @@ class Withdraw(Undo, tag="rendezvous.withdraw"):
 
 class Leave(Undo, tag="rendezvous.leave"):
     """Take back a join, also where it is in a round; answered by how many nodes are then left."""
+
+    failed: Text = ""
+    """Why this node failed, if it did: where fewer than the minimum are left, that closes the run."""
+
+    done: bool = False
+    """Whether this node's work is done: then the round stands without it."""
 
 
 class Watch(Command, tag="rendezvous.watch"):
@@ -136,6 +148,9 @@ class Rendezvous(Machine, kw_only=True):
     nodes: dict[str, Node] = field(default_factory=dict)
     """Those of the last round who are here and have not come again."""
 
+    finished: dict[str, None] = field(default_factory=dict)
+    """Those of the last round who left when their work was done: their places are not free."""
+
     waiting: dict[str, Node] = field(default_factory=dict)
     first: tuple[str, str] = ("", "")
     """Name and address of rank 0."""
@@ -157,6 +172,9 @@ class Rendezvous(Machine, kw_only=True):
     closed: tuple[str, str] | None = None
     """The result, and why it came to that."""
 
+    waited: dict[str, None] = field(default_factory=dict)
+    """The calls that waited for a round when the run was closed: its result is theirs, too."""
+
     # What every machine has
 
     def apply(self, call: Call, command: Command, stamp: int) -> Step:
@@ -166,7 +184,7 @@ class Rendezvous(Machine, kw_only=True):
         if isinstance(command, Watch):
             return self._watch(call, command.scope)
         if isinstance(command, Undo):
-            return self._take_back(call, f"{call.session}/{command.call}", isinstance(command, Leave), stamp)
+            return self._take_back(call, command, stamp)
         if isinstance(command, Close):
             return self._close(command)
         if isinstance(command, Open):
@@ -232,7 +250,7 @@ class Rendezvous(Machine, kw_only=True):
 
     def put_away(self, most: int) -> int:
         """Keep how the run stands; and while it is open, who had which rank lately."""
-        self.settings = {}  # those of whoever comes next are as good
+        self.settings, self.waited = {}, {}  # the settings of whoever comes next are as good
         if self.closed is not None:
             self.past = {}
         texts = (self.over, self.reason, *self.first, *(self.closed or ()))
@@ -250,11 +268,11 @@ class Rendezvous(Machine, kw_only=True):
         name = call.member
         waits, member = self.waiting.get(name), self.nodes.get(name)
         if waits is not None and waits.call.id == call.id:
-            return Step(WAIT)
+            return self._waits_on(waits, command)
         if member is not None and member.call.id == call.id:
             return Step(Done(self._round(name)))
         if self.closed is not None or 0 <= command.run < self.run:
-            return Step(self._refusal())
+            return Step(self._refusal(call.id))
         other = waits or (member if member is not None and member.call.session != call.session else None)
         if other is not None:
             return Step(Refused("NameTaken", {"member": name, "other": str(other.call)}))
@@ -262,6 +280,8 @@ class Rendezvous(Machine, kw_only=True):
         decision = decide(self._situation(node, command))
         if isinstance(decision, Refuse):
             return Step(Refused(decision.error, decision.fields))
+        if member is None and not command.spare and self._full():
+            return Step(self._no_place(name))
         if self.origin is None:
             self.limits, self.settings, self.origin = command.limits, command.settings, node
         if not self.number:  # else it has been told to others
@@ -270,16 +290,31 @@ class Rendezvous(Machine, kw_only=True):
         if member is not None:
             self._out(member)
             woken = self._end(f"{call} came again")
-        elif len(self.nodes) < self.limits.max_nodes:
+        elif len(self.nodes) + len(self.finished) < self.limits.max_nodes:
             woken = self._end(f"{call} waits, and there is room for it")
         self._in(node)
         step = self._formed(WAIT, stamp, woken, node)
         return step if member is None else step._replace(dropped=[member.call, *step.dropped])
 
-    def _refusal(self) -> Refused:
-        """Refuse one whose run is over."""
+    def _waits_on(self, node: Node, command: Join) -> Step:
+        """Let a node wait that does, unless a round was formed without it and it is not to be a spare."""
+        if command.spare or not self._full():
+            return Step(WAIT)
+        self._out(node)
+        return Step(self._no_place(node.name), True)
+
+    def _full(self) -> bool:
+        """Return whether a round stands that has no place left."""
+        return not self.over and len(self.nodes) + len(self.finished) >= self.limits.max_nodes
+
+    def _no_place(self, name: str) -> Refused:
+        """Refuse a node that is not to wait as a spare."""
+        return Refused("RunFull", {"member": name, "nodes": [*self.nodes, *self.finished]})
+
+    def _refusal(self, call_id: str) -> Refused:
+        """Refuse a call whose run is over."""
         result, reason = self.closed or ("", "it was closed, and another has been opened under this name")
-        return Refused("RunClosed", {"result": result, "reason": reason})
+        return Refused("RunClosed", {"result": result, "reason": reason, "waited": call_id in self.waited})
 
     def _situation(self, newcomer: Node | None = None, command: Join | None = None, over: bool = False) -> Situation:
         """Put together what `decide` needs to know."""
@@ -338,27 +373,41 @@ class Rendezvous(Machine, kw_only=True):
     def _unwatched(self, call_id: str) -> bool:
         return self.watchers.pop(call_id, None) is not None
 
-    def _take_back(self, call: Call, target: str, leaves: bool, stamp: int) -> Step:
+    def _take_back(self, call: Call, command: Undo, stamp: int) -> Step:
+        target, leave = f"{call.session}/{command.call}", command if isinstance(command, Leave) else None
         if self._unwatched(target):
             return Step(Done(), True)
         waits, member = self.waiting.get(call.member), self.nodes.get(call.member)
         if waits is not None and waits.call.id == target:
             self._out(waits)
-            return self._formed(Done(self._left()), stamp, [])
+            return self._left(waits, leave, stamp, [])
         if member is None or member.call.id != target:
-            return Step(Done(self._left()) if leaves or self.closed is None else self._refusal())
-        if not leaves:
+            return Step(Done(self._count()) if leave or self.closed is None else self._refusal(target))
+        if leave is None:
             return Step(Done([self._round(call.member)]))
         self._out(member)
-        return self._formed(Done(self._left()), stamp, self._end(f"{member.call} left"))
+        if leave.done and not self.over:
+            self.finished[member.name] = None
+            return self._left(member, leave, stamp, [])
+        return self._left(member, leave, stamp, self._end(f"{member.call} left"))
 
-    def _left(self) -> int:
+    def _left(self, node: Node, leave: Leave | None, stamp: int, woken: list[Call]) -> Step:
+        """After a node has left: close the run if it failed and the others are too few, else see to the next round."""
+        failed = leave.failed if leave is not None else ""
+        if failed and self.closed is None and 0 < self._count() < self.limits.min_nodes:
+            few_left = f"{self._count()} of at least {self.limits.min_nodes} nodes are left"
+            closed = self._close(Close("failed", f"{node.call} ended in failure, {few_left}: {failed}"))
+            return closed._replace(outcome=Done(self._count()), woken=[*woken, *closed.woken])
+        return self._formed(Done(self._count()), stamp, woken)
+
+    def _count(self) -> int:
         return len(self.nodes) + len(self.waiting)
 
     def _close(self, command: Close) -> Step:
         if self.closed is not None:
             return Step(Done(False))
         self.closed = (command.result, command.reason)
+        self.waited = {node.call.id: None for node in self.waiting.values()}
         woken = self._end(f"the run was closed: {command.result}: {command.reason}")
         for node in list(self.waiting.values()):
             self._out(node)
@@ -393,7 +442,7 @@ class Rendezvous(Machine, kw_only=True):
     ) -> Step:
         """After a change: form a round if it is time, else set or stop the alarm; return the step that this makes."""
         if not self.nodes and not self.waiting:  # whoever comes next begins anew
-            self.origin, self.past, self.ranks = None, self._remembered(), {}
+            self.origin, self.past, self.ranks, self.finished = None, self._remembered(), {}, {}
         if not self.over or self.closed is not None:
             if newcomer is not None:
                 self.spares[newcomer.name] = None
@@ -416,7 +465,7 @@ class Rendezvous(Machine, kw_only=True):
         for node in list(self.nodes.values()):
             self._out(node)
         self.ranks = ranks_for(nodes, self.ranks, self.past)
-        self.nodes = {node.name: node for node in nodes}
+        self.nodes, self.finished = {node.name: node for node in nodes}, {}
         self.waiting = {name: node for name, node in self.waiting.items() if name not in self.nodes}
         self.spares = dict.fromkeys(self.waiting)
         head = self.nodes[next(iter(self.ranks))]
