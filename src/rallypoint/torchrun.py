@@ -6,8 +6,11 @@ a store of its own that dies with no worker and no agent. The endpoint may also 
 then every agent starts a gateway to that on loopback, and workers get a door of their own node's.
 
 torchrun calls `shutdown` when an agent ends, whatever came of it, and its own handlers then close the rendezvous for
-all. Here it is leaving: other nodes go on, and form another round. It closes the run only where all agents of the round
-have passed torchrun's exit barrier, which they do when their workers have succeeded.
+all. Here it is leaving. An agent that has come to torchrun's exit barrier is done, and its round stands without it;
+where all of them have passed it, the run is closed as succeeded. One that ends in failure, which is then on its way as
+an exception, closes the run as failed where fewer than the minimum are left; else the others form another round.
+
+An agent that has lost its server comes again by `next_rendezvous`, which opens another session, until its join timeout.
 
 torchrun asks `num_nodes_waiting` at every look at its workers. A round that is over, because a node was lost, left or
 waits, counts as one: then the agent stops its workers and comes again. One whose workers have finished waits at the
@@ -17,10 +20,13 @@ exit barrier instead, five minutes for agents that may be dead: here it waits wh
 from __future__ import annotations
 
 import logging
+import sys
+import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
     RendezvousClosedError,
     RendezvousConnectionError,
@@ -38,7 +44,7 @@ from rallypoint.deadline import Deadline, Timeout
 from rallypoint.elastic import home
 from rallypoint.elastic.rendezvous import Rendezvous, Round
 from rallypoint.elastic.watch import Change
-from rallypoint.errors import MembersMissing, NetworkError, RallypointError, RunClosed, StoreTimeout
+from rallypoint.errors import ConnectFailed, MembersMissing, NetworkError, RallypointError, RunClosed, StoreTimeout
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.store.base import Store
 from rallypoint.torch import TorchStore
@@ -70,8 +76,12 @@ SUCCEEDED = "succeeded"
 LOOK_S = 0.5
 """How often one who waits looks whether the round is over."""
 
-EXIT_BARRIER = "torchelastic/agent/terminal_state/last_member"
-"""The key that the last of a round's agents sets when all have come to torchrun's exit barrier."""
+EXIT_BARRIER = "torchelastic/agent/terminal_state"
+LAST_MEMBER = f"{EXIT_BARRIER}/last_member"
+"""What the keys of torchrun's exit barrier begin with, and the one that the last of a round's agents to come sets."""
+
+AGAIN_S = 1.0
+"""How long an agent pauses before it looks for a lost server again, where that failed at once."""
 
 
 def handler() -> Callable[[RendezvousParameters], RendezvousHandler]:
@@ -90,6 +100,13 @@ class RoundStore(TorchStore):
     def __init__(self, store: Store, change: Change) -> None:
         super().__init__(store)
         self._change = change
+        self.done = False
+        """Whether this agent has come to the exit barrier: its workers have succeeded."""
+
+    def add(self, key: str, amount: int) -> int:
+        """Add to a counter."""
+        self.done = self.done or key.startswith(EXIT_BARRIER)
+        return super().add(key, amount)
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Return when all of the keys exist at once; give up when the round is over."""
@@ -115,11 +132,27 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         self._join_s = float(options.get("join_timeout", 600))
         self._joined = False
         self._round: Round | None = None
+        self._store: RoundStore | None = None
+        self._params = params
+        self._is_host = _flag(options.get("is_host"))
         try:
-            self._home = self._open(params, _flag(options.get("is_host")))
+            self._home = self._open(self._read_s)
         except RallypointError as error:
             raise RendezvousConnectionError(f"no server at {params.endpoint}: {error}") from error
-        self._rendezvous = Rendezvous(
+        self._rendezvous = self._meet(options)
+
+    def _open(self, within_s: float) -> home.Home:
+        where = self._params.endpoint
+        if where.startswith("etcd://"):
+            return home.on_etcd(where, self._run_id, within_s)
+        endpoint = net.parse_endpoint(where, DEFAULT_PORT)
+        store = home.find_or_start(endpoint, self._is_host, within_s, _say_in_vain)
+        store.set_timeout(self._read_s)
+        return home.Home(store, net.Endpoint(endpoint.host, store.port))
+
+    def _meet(self, options: dict[str, Any]) -> Rendezvous:
+        params = self._params
+        return Rendezvous(
             self._home.store,
             params.run_id,
             params.min_nodes,
@@ -128,15 +161,18 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             rank=None if "rank" not in options else int(options["rank"]),
             last_call=float(options.get("last_call_timeout", 30)),
             address=params.local_addr,
+            spare=params.min_nodes < params.max_nodes,
             progress=_say,
         )
 
-    def _open(self, params: RendezvousParameters, is_host: bool | None) -> home.Home:
-        if params.endpoint.startswith("etcd://"):
-            return home.on_etcd(params.endpoint, params.run_id, self._read_s)
-        endpoint = net.parse_endpoint(params.endpoint, DEFAULT_PORT)
-        store = home.find_or_start(endpoint, is_host, self._read_s)
-        return home.Home(store, net.Endpoint(endpoint.host, store.port))
+    def _attach_again(self, lost: NetworkError, deadline: Deadline) -> None:
+        """Open another session after one was lost; the node is the same, and the run, too, if the server is."""
+        log.warning("%s; looking for the server again for up to %.0f s", lost, deadline.remaining())
+        before, earlier = self._home.server_id, self._rendezvous
+        self._home.close()
+        self._home = self._open(deadline.remaining())
+        self._rendezvous = self._meet(_options(self._params))
+        self._rendezvous.succeed(earlier, before == self._home.server_id)
 
     def get_backend(self) -> str:
         """Return the name of this back end."""
@@ -158,9 +194,10 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         except RallypointError as error:
             raise RendezvousError(str(error)) from error
         log.info("%r: %s", found, found.reason)
-        store: Any = RoundStore(found.store, self._rendezvous.changed)
-        store.set_timeout(timedelta(seconds=self._read_s))
+        self._store = RoundStore(found.store, self._rendezvous.changed)
+        self._store.set_timeout(timedelta(seconds=self._read_s))
         info = RendezvousStoreInfo(*door)
+        store: Any = self._store
         return RendezvousInfo(store, found.rank, found.world_size, info)
 
     def is_closed(self) -> bool:
@@ -184,11 +221,13 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         return self._run_id
 
     def shutdown(self) -> bool:
-        """Leave; close the run where all agents have succeeded."""
+        """Leave; close the run where all agents have succeeded, or this one has failed and too few are left."""
+        failure = sys.exc_info()[1]  # torchrun calls this from a finally clause
+        done = failure is None and self._store is not None and self._store.done
         try:
-            if self._round is not None and self._round.store.check([EXIT_BARRIER]):
+            if self._round is not None and self._round.store.check([LAST_MEMBER]):
                 self._rendezvous.close(SUCCEEDED, "all agents have passed the exit barrier")
-            self._rendezvous.leave()
+            self._rendezvous.leave(failed="" if failure is None else _cause(failure), done=done)
             self._close_door()
         except RallypointError as error:
             log.warning("could not leave %r: %s", self._rendezvous, error)
@@ -198,14 +237,29 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         return True
 
     def _come(self) -> tuple[Round, net.Endpoint]:
-        """Join, and open the door of the round; one that is past already is followed by another."""
+        """Come to a round, and come again where the server was lost meanwhile."""
         deadline = Deadline(self._join_s)
+        lost: NetworkError | None = None
+        while True:
+            try:
+                if lost is not None:
+                    self._attach_again(lost, deadline)
+                return self._enter(deadline)
+            except NetworkError as error:
+                if deadline.expired():
+                    raise
+                if lost is not None:
+                    time.sleep(min(AGAIN_S, deadline.remaining()))
+                lost = error
+
+    def _enter(self, deadline: Deadline) -> tuple[Round, net.Endpoint]:
+        """Join, and open the door of the round; one that is past already is followed by another."""
         while True:
             found = self._round = self._join()
             self._joined = True
             try:
                 server = self._home.server()
-                port = home.open_door(*server, self._run_id, found.scope, self._read_s)
+                port = home.open_door(*server, self._run_id, found.scope, self._read_s, found.number)
                 return found, net.Endpoint(server.host, port)
             except home.RoundOver as error:
                 if deadline.expired():
@@ -220,7 +274,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         try:
             return self._rendezvous.join(self._join_s)
         except RunClosed as closed:
-            if closed.result != SUCCEEDED:
+            if closed.result != SUCCEEDED or not (self._joined or closed.waited):
                 raise RendezvousClosedError(str(closed)) from closed
             log.warning("this node was not needed: %s", closed)
             raise SystemExit(0) from None  # torch's agent would fail over its own error for this
@@ -234,6 +288,19 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
 
 def _say(waiting: Waiting) -> None:
     log.warning("waiting for %.0f s: %s", waiting.waited_s, waiting.reason)
+
+
+def _say_in_vain(error: ConnectFailed) -> None:
+    log.warning("no server yet: %s", error)
+
+
+def _cause(failure: BaseException) -> str:
+    """Say of what an agent has failed; torch's own error for workers is a page, of which the first failure matters."""
+    if isinstance(failure, ChildFailedError):
+        rank, first = failure.get_first_failure()
+        how = first.signal_name() if first.exitcode < 0 else f"exit code {first.exitcode}"
+        return f"rank {rank} failed: {how}, pid {first.pid}"
+    return f"{type(failure).__name__}: {failure}"
 
 
 def _options(params: RendezvousParameters) -> dict[str, Any]:

@@ -149,10 +149,10 @@ class Place:
         path.write_text(PRELUDE + textwrap.dedent(code))
         return str(path)
 
-    def run(self, *words: object, env: dict[str, str] | None = None, **streams: Any) -> Node:
-        """Start `rallypoint run`."""
+    def run(self, *words: object, env: dict[str, str] | None = None, where: Path | None = None, **streams: Any) -> Node:
+        """Start `rallypoint run`, in the place's directory or another."""
         command = [sys.executable, "-m", "rallypoint", "run", *map(str, words)]
-        self.nodes.append(Node(command, self.where, env or {}, **streams))
+        self.nodes.append(Node(command, where or self.where, env or {}, **streams))
         return self.nodes[-1]
 
     def node(self, name: str, *words: object, nodes: str = "2", run: str = "job", **more: Any) -> Node:

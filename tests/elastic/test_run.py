@@ -163,8 +163,8 @@ def test_who_was_started_again_since_is_not_among_those_who_failed_after_it(plac
 
 
 def test_a_fault_of_the_launcher_itself_is_said(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
-    monkeypatch.setattr("rallypoint.elastic.agent.Meeting", lambda *_: {}["no such thing"])
-    assert Agent(Job(command=Command("command", "true", ()))).run() == 1
+    monkeypatch.setattr("rallypoint.elastic.agent.Logs", lambda *_: {}["no such thing"])
+    assert Agent(Job(run_id="run", command=Command("command", "true", ()))).run() == 1
     said = capfd.readouterr().err
     assert "rallypoint run: a fault of the launcher itself:\nTraceback" in said and "no such thing" in said
 

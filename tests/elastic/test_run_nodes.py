@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from tests.elastic.runs import Node, Place, gone
@@ -204,14 +206,71 @@ def test_a_failure_that_came_of_the_loss_of_a_node_uses_no_restart(place: Place,
 
 
 def test_a_spare_waits_and_is_told_of_the_end(place: Place) -> None:
-    script = place.script(STAY)
-    a = place.node("a", script, nodes="1")
-    a.up(0, world=1)
-    b = place.node("b", script, nodes="1")
+    words = ["--rdzv-conf=last_call_timeout=60", place.script(STAY)]
+    a, b = (place.node(name, *words, nodes="1:2") for name in "ab")
+    for node in (a, b):
+        node.until("^up")
+    c = place.node("c", *words, nodes="1:2")
     with rallypoint.TCPStore("localhost", place.port, timeout=AMPLE_S) as store:
-        until(Rendezvous(store, "job", 1).status, lambda status: status.spares == ("b",))
-    a.signal("SIGUSR1")
-    assert ends(a, b) == [0, 0] and not b.out
+        until(Rendezvous(store, "job", 1, 2).status, lambda status: status.spares == ("c",))
+    for node in (a, b):
+        node.signal("SIGUSR1")
+    assert ends(a, b, c) == [0, 0, 0] and not c.out
+
+
+@pytest.mark.parametrize("name", [[], ["--rdzv-id=job"]], ids=["unnamed", "named"])
+def test_a_run_of_a_fixed_size_that_is_full_refuses_a_newcomer(place: Place, name: list[str]) -> None:
+    """Also one that runs the very same: it may be another job, and would end as the first does, having run nothing."""
+    words = ["--nnodes=2", "--master-port", place.port, *name]
+    script = place.script(STAY)
+    first = [place.run(*words, "--node", node, script) for node in "ab"]
+    for node in first:
+        node.until("^up")
+    second = [place.run(*words, "--node", node, script) for node in "cd"]
+    assert ends(*second) == [1, 1]
+    for node in second:
+        assert "is full: it has all of its 2 nodes (" in node.err and "run id of its own" in node.err and not node.out
+    for node in first:
+        node.signal("SIGUSR1")
+    assert ends(*first) == [0, 0]
+
+
+def test_a_run_that_ends_while_a_newcomer_finds_no_place_is_not_its_success(place: Place) -> None:
+    words = ["--nnodes=1", "--master-port", place.port, "--rdzv-id=job", place.script(STAY)]
+    first = place.run(*words, "--node=a")
+    first.until("^up")
+    second = place.run(*words, "--node=b")
+    second.until("waits up to 10 s for a place")
+    first.signal("SIGUSR1")
+    assert first.end() == 0
+    code = second.end()
+    assert code == 1 or second.out.startswith("up"), "it fails, or it came when everybody had left, and ran"
+
+
+@pytest.mark.parametrize("odd", ["path", "arguments", "working_directory", "env_file", "module"])
+def test_what_an_unnamed_run_runs_must_be_the_same_on_all_nodes(place: Place, odd: str) -> None:
+    script = Path(place.script(STAY))
+    other = place.where / "elsewhere" / script.name
+    other.parent.mkdir()
+    other.write_text(script.read_text())
+    (place.where / "variables").write_text("A=1\n")
+    meet = ["--nnodes=2", "--master-port", place.port]
+    a = place.run(*meet, "--node=a", script, "x")
+    with rallypoint.TCPStore("localhost", place.port, timeout=AMPLE_S) as store:
+        until(Rendezvous(store, "none", 2).status, lambda status: status.waiting == ("a",))
+    words: dict[str, list[object]] = {
+        "path": [other, "x"],
+        "arguments": [script, "y"],
+        "working_directory": [script, "x"],
+        "env_file": ["--env-file=variables", script, "x"],
+        "module": ["-m", script.stem, "x"],
+    }
+    where = other.parent if odd == "working_directory" else place.where
+    b = place.run(*meet, "--node=b", *words[odd], where=where)
+    setting = {"path": "command", "module": "command"}.get(odd, odd)
+    assert b.end() == 1 and f"{setting} here is" in b.err, b.err
+    a.signal("SIGTERM")
+    assert a.end() == 143
 
 
 # The end
@@ -239,8 +298,6 @@ def test_a_loss_is_heard_also_after_a_node_that_was_done_has_gone(place: Place) 
         node.until(r"^up \d 3 0")
     a.signal("SIGUSR1")
     assert a.end() == 0
-    for node in (b, c):
-        node.until("its workers had succeeded, so the others go on")
     b.signal("SIGUSR1")
     b.until('"event": "finish"')
     c.child.kill()
@@ -274,24 +331,61 @@ def test_who_comes_to_a_run_that_has_ended_has_not_succeeded(place: Place) -> No
     ):
         meeting.join(AMPLE_S)
         meeting.close("succeeded")
-        for nodes, code in (("1", 1), ("1:2", 0)):
+        for nodes in ("1", "1:2"):
             meet = ["--store", f"tcp://127.0.0.1:{server.port}", "--rdzv-id=job", "--nnodes", nodes]
             node = place.run(*meet, script)
-            assert (node.end(), node.out) == (code, "")
-            assert "the run has succeeded without this node" in node.err
+            assert (node.end(), node.out) == (1, "")
+            assert "the run has succeeded without this node" in node.err and "Nothing was run here" in node.err
 
 
-def test_who_is_done_leaves_after_the_exit_timeout_and_the_others_go_on(place: Place) -> None:
+@pytest.mark.parametrize("exit_timeout", ["0", "0.1"])
+def test_who_is_done_leaves_after_the_exit_timeout_and_the_others_go_on(place: Place, exit_timeout: str) -> None:
     script = place.script(STAY)
-    a, b = place.node("a", "--exit-timeout=0.1", script), place.node("b", "--json", script)
+    a, b = place.node("a", f"--exit-timeout={exit_timeout}", script), place.node("b", "--json", script)
     a.until("^up")
     up = up_anywhere(b, 1)
     a.signal("SIGUSR1")
     assert a.end() == 0 and "which go on: b" in a.err
-    b.until("its workers had succeeded, so the others go on")
+    with rallypoint.TCPStore("localhost", place.port, timeout=AMPLE_S) as store:
+        status = Rendezvous(store, "job", 2).status()
+    assert (status.phase, status.nodes.keys()) == ("formed", {"b"}), "the round stands without it"
     b.signal("SIGUSR1")
     assert b.end() == 0
     assert up_anywhere(b, 1) == up and b.out.count("up") == 1, "it was not started again"
+
+
+def test_an_agent_that_ends_in_failure_ends_the_run_where_too_few_are_left(place: Place) -> None:
+    """It is the agent that fails here, not only a worker."""
+    a, b = (place.node(name, "--node-rank", rank, place.script(STAY)) for rank, name in enumerate("ab"))
+    a.up(0, world=2)
+    b.up(1, world=2)
+    with rallypoint.TCPStore("localhost", place.port, timeout=AMPLE_S) as store:
+        store.set("run:job/restarts", "no number")  # of which no agent can make sense
+        os.kill(b.up(1, world=2)[1], signal.SIGKILL)
+        assert b.end() == 1 and "run:job/restarts" in b.err
+        assert a.end() == 1 and "ended in failure, 1 of at least 2 nodes are left" in a.err
+
+
+@pytest.mark.parametrize("least", [1, 2])
+def test_nobody_waits_for_a_node_whose_worker_failed(place: Place, least: int) -> None:
+    """Both end in failure, also where the other could go on alone: it is the run that has failed."""
+    code = "sys.exit(3) if rank else (on('SIGTERM', lambda: os._exit(0)), stay())"
+    words = ["--rdzv-conf=last_call_timeout=60", place.script(code)]
+    a, b = (place.node(name, *words, nodes=f"{least}:2") for name in "ab")
+    assert ends(a, b) == [3, 3]
+    for node in (a, b):
+        assert "exit code 3" in node.err and "rank  1" in node.err
+
+
+def test_the_server_and_the_agents_number_rounds_alike(place: Place) -> None:
+    a = place.node("a", "--max-restarts=1", place.script(STAY), nodes="1:2")
+    os.kill(a.up(0, world=1)[0], signal.SIGKILL)
+    a.up(0, world=1, restarts=1)
+    with urlopen(f"http://localhost:{place.port}/statistics", timeout=AMPLE_S) as page:
+        door = json.load(page)["doors"]["job"]
+    assert door["round"] == 2 and door["scope"] != 2
+    a.signal("SIGUSR1")
+    assert a.end() == 0
 
 
 def test_a_server_that_runs_is_used_and_nodes_that_cannot_meet_are_told_why(place: Place) -> None:
@@ -326,17 +420,83 @@ def test_the_same_run_again_right_after(place: Place) -> None:
         assert a.out == b.out == "up 0"
 
 
-def test_without_its_server_a_run_ends_on_all_nodes(place: Place) -> None:
-    words = ["--max-restarts=5", place.script("on('SIGTERM', lambda: (say('saved'), os._exit(0))); stay()")]
-    a, b = place.node("a", *words), place.node("b", *words)
+# A server that dies
+
+
+SAVES = "on('SIGTERM', lambda: (say('saved'), os._exit(0))); stay()"
+
+
+def test_a_run_whose_server_was_killed_begins_again_and_that_uses_a_restart(place: Place) -> None:
+    words = ["--max-restarts=2", place.script(SAVES)]
+    a, b = (place.node(name, "--node-rank", rank, *words) for rank, name in enumerate("ab"))
+    before = a.up(0, world=2) | b.up(1, world=2)
+    server = place.server()
+    os.kill(server, signal.SIGKILL)
+    after = a.up(0, world=2, restarts=1) | b.up(1, world=2, restarts=1)
+    gone(*before.values())
+    for node in (a, b):
+        assert "saved" in node.out, "with its grace"
+        assert "the server was restarted, and has lost the run; restart 1 of 2" in node.err
+    assert place.server() != server
+    os.kill(after[0], signal.SIGKILL)
+    a.up(0, world=2, restarts=2)
+    b.up(1, world=2, restarts=2)
+    os.kill(place.server(), signal.SIGKILL)
+    assert ends(a, b) == [1, 1]
+    for node in (a, b):
+        assert "restart budget exhausted (2 of 2 used)" in node.err and "Traceback" not in node.err
+
+
+def test_a_run_without_restarts_ends_on_all_nodes_when_its_server_was_killed(place: Place) -> None:
+    a, b = place.node("a", place.script(SAVES)), place.node("b", place.script(SAVES))
     pids = [*up_anywhere(a, 1).values(), *up_anywhere(b, 1).values()]
     os.kill(place.server(), signal.SIGKILL)
     assert ends(a, b) == [1, 1]
     gone(*pids)
     for node in (a, b):
-        assert "cannot go on without its server" in node.err and "Traceback" not in node.err
-        assert node.err.endswith("through?"), "and no advice for scripts"
-        assert "saved" in node.out, "with its grace"
+        assert "the server was restarted, and has lost the run; restart budget exhausted (0 of 0 used)" in node.err
+
+
+def test_a_run_whose_server_stays_away_ends_after_the_join_timeout(place: Place) -> None:
+    with rallypoint.Server() as server:
+        meet = [
+            "--store",
+            f"tcp://127.0.0.1:{server.port}",
+            "--nnodes=2",
+            "--rdzv-conf=join_timeout=8",
+            place.script(SAVES),
+        ]
+        a, b = (place.run("--node", name, *meet) for name in "ab")
+        pids = [*up_anywhere(a, 1).values(), *up_anywhere(b, 1).values()]
+        os.kill(server.pid, signal.SIGKILL)
+        assert ends(a, b) == [1, 1]
+    gone(*pids)
+    for node in (a, b):
+        assert "looking for the server again for up to 8 s" in node.err and "saved" in node.out
+        assert "cannot go on without its server: no store answered" in node.err and "Traceback" not in node.err
+
+
+def test_who_is_done_ends_well_though_its_server_stays_away(place: Place) -> None:
+    with rallypoint.Server() as server:
+        meet = ["--store", f"tcp://127.0.0.1:{server.port}", "--nnodes=2", "--json", place.script(STAY)]
+        a, b = place.run("--node=a", "--exit-timeout=9", *meet), place.run("--node=b", *meet)
+        for node in (a, b):
+            node.until("^up")
+        a.signal("SIGUSR1")
+        a.until('"event": "finish"')
+        os.kill(server.pid, signal.SIGKILL)
+        b.until("the workers are stopped; looking for the server again for up to 600 s")
+        b.signal("SIGTERM")
+        assert b.end() == 143 and f"SIGTERM while no server answers at 127.0.0.1:{server.port}" in b.err
+        assert a.end() == 0 and "what became of the others is not known" in a.err
+
+
+def test_an_agent_that_finds_no_server_says_so_and_why(place: Place) -> None:
+    meet = ["--nnodes=2", "--rdzv-endpoint=nosuch.invalid:29400"]
+    node = place.run(*meet, place.script(STAY))
+    node.until(r"no server answers at nosuch.invalid:29400 yet \(.*resolve")
+    node.signal("SIGTERM")
+    assert node.end() == 143 and "SIGTERM while no server answers at nosuch.invalid:29400" in node.err
 
 
 # What workers do with it

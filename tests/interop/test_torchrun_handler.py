@@ -114,7 +114,7 @@ def test_a_round_that_is_over_before_its_door_is_open(make: Make, monkeypatch: p
     scopes: list[int] = []
     opened = home.open_door
 
-    def too_late_at_first(host: str, port: int, run: str, scope: int, timeout_s: float) -> int:
+    def too_late_at_first(host: str, port: int, run: str, scope: int, timeout_s: float, number: int) -> int:
         if not scopes:  # others were faster
             opened(host, port, run, scope + 1, timeout_s)
         scopes.append(scope)
@@ -218,9 +218,14 @@ def test_of_two_who_find_a_closed_run_one_opens_it_and_both_are_in_it(make: Make
 
 
 def test_who_waits_when_the_run_ends_well_ends_well(make: Make, server: rallypoint.Server) -> None:
-    member = rendezvous(server, node="member", last_call=30)
-    member.join(AMPLE_S)
-    spare, ends = make(), []
+    members = [rendezvous(server, 2, node=name, last_call=30) for name in ("member", "other")]
+    member = members[0]
+    threads = [threading.Thread(target=node.join, args=(AMPLE_S,)) for node in members]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(AMPLE_S)
+    spare, ends = make("1:2"), []
 
     def wait() -> None:
         try:
@@ -232,7 +237,7 @@ def test_who_waits_when_the_run_ends_well_ends_well(make: Make, server: rallypoi
     thread.start()
     until(lambda: member.status().spares, bool)
     status = spare._rendezvous.status
-    spare._rendezvous.status = lambda: (member.leave(), status())[1]  # whatever it looks at, it is the last one here
+    spare._rendezvous.status = lambda: ([node.leave() for node in members], status())[1]  # it is the last one here
     member.close("succeeded")
     thread.join(AMPLE_S)
     assert ends == [0]

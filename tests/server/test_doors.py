@@ -41,8 +41,8 @@ class Front:
     def __init__(self, server: Serving, run: str) -> None:
         self.server, self.run = server, run
 
-    def open(self, scope: int, run: str = "") -> int:
-        status, facts = ask(self.server.address, "PUT", f"/doors/{run or self.run}/{scope}")
+    def open(self, scope: int, run: str = "", query: str = "") -> int:
+        status, facts = ask(self.server.address, "PUT", f"/doors/{run or self.run}/{scope}{query}")
         assert status == 200, facts
         return int(facts["port"])
 
@@ -125,7 +125,7 @@ def test_the_door_of_a_later_round_closes_the_one_before(front: Front) -> None:
 def test_the_door_of_an_earlier_round_is_refused(front: Front) -> None:
     port = front.open(9)
     status, why = ask(front.server.address, "PUT", f"/doors/{front.run}/8")
-    assert status == 409 and why == f"the door of round 9 of {front.run!r} is open, and 8 is over\n"
+    assert status == 409 and why == f"a later round of {front.run!r} has begun, and this one is over\n"
     with front.peer(port) as peer:
         peer.work(1)
 
@@ -171,7 +171,7 @@ def test_names_of_runs_may_be_odd(front: Front) -> None:
 )
 def test_a_path_that_is_no_door_is_refused(front: Front, method: str, path: str) -> None:
     status, words = ask(front.server.address, method, path)
-    assert status == 404 and words.startswith("nothing here: PUT or DELETE /doors/RUN/ROUND")
+    assert status == 404 and words.startswith("nothing here: PUT or DELETE /doors/RUN/SCOPE")
     assert "run" not in front.doors()
 
 
@@ -184,10 +184,10 @@ def test_another_method_is_refused(front: Front, method: str, path: str) -> None
 
 
 def test_the_statistics_show_what_is_behind_doors(front: Front) -> None:
-    port = front.open(7)
+    port = front.open(7, query="?round=2")
     with front.peer(port) as peer:
         peer.set(b"/k", b"v")
-        expected = {"round": 7, "port": port, "connections": 1, "keys": 1}
+        expected = {"round": 2, "scope": 7, "port": port, "connections": 1, "keys": 1}
         assert front.doors()[front.run] == expected
         clients = ask(front.server.address, "GET", "/statistics")[1]["clients"]
         mine = "{}:{}".format(*peer.socket.getsockname())

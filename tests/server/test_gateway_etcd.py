@@ -127,7 +127,7 @@ def test_a_door_is_the_same_store_at_both_gateways(gateways: tuple[Serving, Serv
         assert one.rest() == b"", "the door of a later round closes the one before"
         with Peer(("127.0.0.1", later)) as new:
             assert new.get(b"/k") == b""
-    assert ask(gateways[0].address, "GET", "/statistics")["doors"]["a run"]["round"] == 4
+    assert ask(gateways[0].address, "GET", "/statistics")["doors"]["a run"]["scope"] == 4
 
 
 def test_who_closes_the_last_door_of_a_round_leaves_nothing(gateways: tuple[Serving, Serving], etcd_url: str) -> None:

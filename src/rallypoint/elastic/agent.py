@@ -6,6 +6,10 @@ bring news: they ring a bell, and the pump moves the workers' output.
 
 How nodes meet is in meeting.py, and what they tell each other in board.py. The run is closed by whoever sees that it
 has a result, and everybody hears that as the end of the round.
+
+An agent that loses its server stops its workers, for the others go on without this node, and tries to come back until
+its join timeout: as a node that returns, or, where the server has forgotten everything, to a run that all begin again,
+which uses a restart. Rejected: to let the workers go on meanwhile; their ranks are given to others.
 """
 
 from __future__ import annotations
@@ -18,14 +22,16 @@ from collections.abc import Iterator, Sequence
 from rallypoint.core.gang import Act, Decision, Exit, Gang
 from rallypoint.deadline import Deadline
 from rallypoint.elastic.bell import Bell, Signalled
+from rallypoint.elastic.board import Board
 from rallypoint.elastic.crew import Crew
 from rallypoint.elastic.events import Events
 from rallypoint.elastic.job import Job
 from rallypoint.elastic.logs import Logs
 from rallypoint.elastic.losses import Losses
-from rallypoint.elastic.meeting import FAILED, SUCCEEDED, Meeting, in_words
+from rallypoint.elastic.meeting import FAILED, SUCCEEDED, Meeting, in_words, why_lost
+from rallypoint.elastic.rendezvous import Rendezvous
 from rallypoint.elastic.world import World
-from rallypoint.errors import RallypointError, RunClosed
+from rallypoint.errors import MeetingError, NetworkError, RallypointError, RunClosed
 from rallypoint.server.settings import DEFAULT_GRACE_S
 
 __all__ = ["Agent"]
@@ -34,6 +40,9 @@ LOST_S = DEFAULT_GRACE_S + 1.0
 """When it is known of a node that it is lost: a worker that fails before may have failed of that."""
 
 LONG_S = 3600.0
+AGAIN_S = 1.0
+"""How long an agent pauses before it looks for a lost server again, where that failed at once."""
+
 STARTED = "started"
 
 
@@ -45,6 +54,7 @@ class Agent:
         self._gang = Gang(rules=job.rules)
         self._events = Events(job.node or "", job.quiet, job.json)
         self._bell = Bell()
+        self._meeting = Meeting(job, self._events, self._bell)
         self._crew: Crew | None = None
         self._world: World
         self._losses = Losses()
@@ -63,13 +73,14 @@ class Agent:
                 self._settle(stack)
                 return self._live()
             except Signalled as caught:
-                words = "waiting for other nodes" if self._job.max_nodes > 1 else "no worker ran"
-                self._events.say("signal", f"{caught.name} while {words}")
+                self._events.say("signal", f"{caught.name} while {self._meeting.waits_for}")
                 return 128 + int(signal.Signals[caught.name])
             except RallypointError as error:
-                self._events.fail("error", in_words(error, self._came))
+                words = in_words(error, self._came)
             except Exception:
-                self._events.fail("error", f"a fault of the launcher itself:\n{traceback.format_exc().rstrip()}")
+                words = f"a fault of the launcher itself:\n{traceback.format_exc().rstrip()}"
+            self._events.fail("error", words)
+            self._meeting.failed = words
             self._stop()
             return 1
 
@@ -77,8 +88,8 @@ class Agent:
 
     def _settle(self, stack: contextlib.ExitStack) -> None:
         """Get ready for the first round; the stack puts it all away again."""
-        self._meeting = meeting = Meeting(self._job, self._events, self._bell, stack)
-        self._board, self._rendezvous = meeting.board, meeting.rendezvous
+        stack.callback(self._meeting.close)
+        self._meeting.attach(Deadline(self._job.join_timeout_s))
         self._logs = Logs(self._job, self._events)
         stack.callback(self._logs.close)
         self._crew = Crew(self._job, self._logs, self._bell.fileno())
@@ -86,23 +97,85 @@ class Agent:
         stack.enter_context(self._events.shown_by(self._crew.say))
 
     def _live(self) -> int:
-        """Come to one round after the other; return the exit code."""
-        late = self._bell.ask(self._rendezvous.begin_anew)
+        """Come to one round after the other, also after the server was lost; return the exit code."""
+        lost: NetworkError | None = None
         while True:
             try:
-                world = self._meeting.come()
-            except RunClosed as closed:
-                reason = f"the run has {closed.result}{' without this node' * (not self._came)}: {closed.reason}"
-                if late and self._job.min_nodes == self._job.max_nodes:  # it was not even a spare
-                    self._events.fail("end", f"{reason}. Is this another one? It needs a name of its own: --rdzv-id")
-                    return 1
-                return self._ended(closed.result, reason)
-            code = self._watch_over(world)
+                code = self._next_round() if lost is None else self._come_back(lost)
+                lost = None
+            except NetworkError as error:
+                code, lost = None, error
             if code is not None:
                 return code
 
-    def _watch_over(self, world: World) -> int | None:
-        """Live through a round; return the exit code, or None to come again."""
+    def _next_round(self) -> int | None:
+        """Live through the next round, or to the end of one in which this node is done; as `_watch_over` returns."""
+        if not self._meeting.done:
+            try:
+                world = self._meeting.come()
+            except RunClosed as closed:
+                return self._too_late(closed)
+            self._enter(world)
+        code = self._watch_over()
+        self._meeting.done = False  # there is another round to come to, if it goes on
+        return code
+
+    def _too_late(self, closed: RunClosed) -> int:
+        """Say how the run has ended without this node; that is its own end if it took part, or waited as a spare."""
+        reason = f"the run has {closed.result}{' without this node' * (not self._came)}: {closed.reason}"
+        if self._came or (closed.waited and self._job.min_nodes < self._job.max_nodes):
+            return self._ended(closed.result, reason)
+        self._events.fail("end", f"{reason}. Nothing was run here. If this is another job, name it: --rdzv-id")
+        return 1
+
+    def _come_back(self, lost: NetworkError) -> int | None:
+        """Stop the workers and find the server again; return the exit code if that is all, or None to go on."""
+        done_by = self._done_by if self._meeting.done else None
+        deadline = done_by or Deadline(self._job.join_timeout_s)
+        stopped = "; the workers are stopped" if self._gang.running else ""
+        trying = f"looking for the server again for up to {deadline.remaining():.0f} s"
+        self._events.say("cut off", f"{why_lost(lost)}{stopped}; {trying}")
+        self._stop()
+        self._gang.excused("the server")
+        try:
+            restarted = self._attach_again(deadline)
+        except NetworkError as error:
+            if done_by is None:
+                raise MeetingError(in_words(error, self._came)) from error
+            words = "the workers of this node have succeeded; what became of the others is not known"
+            return self._ended(SUCCEEDED, f"{words}: {why_lost(error)}")
+        if restarted and self._came:
+            self._begin_again()
+            return None
+        self._events.say("back", "the server answers again; this node returns to the run")
+        if done_by is not None:
+            self._bell.ask(self._meeting.follow)
+            self._heard = False
+        return None
+
+    def _begin_again(self) -> None:
+        """Begin the run again at a server that has forgotten it, as all agents do; that uses one restart."""
+        self._meeting.done = False
+        budget, used = self._job.rules.budget, self._bell.ask(lambda: self._board.carry_over(self._board.used + 1))
+        reason = "the server was restarted, and has lost the run"
+        if used > budget:
+            reason = f"{reason}; restart budget exhausted ({budget} of {budget} used)"
+            self._bell.ask(lambda: self._meeting.end_run(FAILED, reason))
+            raise MeetingError(f"the run cannot go on: {reason}")
+        self._events.say("restart", f"{reason}; restart {used} of {budget}")
+
+    def _attach_again(self, deadline: Deadline) -> bool:
+        """Attach to the server until the deadline, whatever fails."""
+        while True:
+            try:
+                return self._meeting.attach(deadline)
+            except NetworkError:
+                if deadline.expired():
+                    raise
+                self._bell.wait(min(AGAIN_S, deadline.remaining()))
+
+    def _enter(self, world: World) -> None:
+        """Take this node's place in a round, whose workers are to be started."""
         self._world, self._came, self._heard, self._done_by = world, True, False, None
         self._losses.forget()
         self._gang.regrouped()
@@ -112,6 +185,9 @@ class Agent:
         facts = {"round": world.number, "node_rank": world.node_rank, "nodes": world.nodes, "workers": world.size}
         self._events.say("round", words, to_people=world.nodes > 1, **facts)
         self._due = [(Deadline(0.0), world.ranks)]
+
+    def _watch_over(self) -> int | None:
+        """Live through a round; return the exit code, or None to come again."""
         while True:
             with contextlib.suppress(Signalled):  # the server may be silent; what was asked of it does not matter now
                 for decision in self._decisions():
@@ -238,11 +314,11 @@ class Agent:
     def _finish(self) -> tuple[bool, int | None]:
         """Say that this node is done, and close the run if everybody is."""
         reason = "the workers of all nodes have succeeded"
-        self._board.finish(self._world.node)
+        self._meeting.finish()
         self._done_by = self._done_by or Deadline(self._job.exit_timeout_s)
         if not self._meeting.standing().all_done:
             return False, None
-        self._meeting.close(SUCCEEDED, reason)
+        self._meeting.end_run(SUCCEEDED, reason)
         return True, self._ended(self._rendezvous.status().result or SUCCEEDED, f"the run has succeeded: {reason}")
 
     def _fail(self, reason: str) -> int | None:
@@ -262,7 +338,7 @@ class Agent:
                 self._events.say("rejoin", self._gang.excused(", ".join(sorted(lost))).reason)
                 return None
         self._bell.ask(lambda: self._board.fail(self._board.cause() or own))
-        self._bell.ask(lambda: self._meeting.close(FAILED, reason))
+        self._bell.ask(lambda: self._meeting.end_run(FAILED, reason))
         self._stop()
         return self._ended(FAILED, f"the run has failed: {reason}")
 
@@ -278,6 +354,14 @@ class Agent:
         return self._losses.report(first, self._events, self._logs)
 
     # Stopping, pausing, signals
+
+    @property
+    def _board(self) -> Board:
+        return self._meeting.board
+
+    @property
+    def _rendezvous(self) -> Rendezvous:
+        return self._meeting.rendezvous
 
     @property
     def _workers(self) -> Crew:

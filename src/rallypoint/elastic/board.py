@@ -32,8 +32,11 @@ __all__ = ["Board"]
 class Board:
     """Where one agent reads and writes; `ring` is called, in a thread, when there are news."""
 
-    def __init__(self, store: Store, run_id: str, ring: Callable[[], object]) -> None:
+    def __init__(self, store: Store, run_id: str, ring: Callable[[], object], used: int = 0) -> None:
         self._store = store
+        self.used = used
+        """How many restarts the job had used when this agent looked last."""
+
         self._run = f"run:{quoted(run_id)}/"
         self._ring = ring
         self._round: Any = None
@@ -70,11 +73,28 @@ class Board:
 
     def restarts(self) -> int:
         """Return how many restarts the job has used."""
-        return self._store.add(f"{self._run}restarts", 0)
+        return self._count(0)
+
+    def carry_over(self, used: int) -> int:
+        """See to it that at least so many restarts are used, at a server that knows of none; return how many are.
+
+        Every agent of the run does this, each with what it knows: the highest counts.
+        """
+        key, found = f"{self._run}restarts", None
+        while found is None or int(found) < used:
+            swap = self._store.swap(key, found, str(used))
+            if swap.won:
+                break
+            found = swap.value
+        return self._count(0)
+
+    def _count(self, more: int) -> int:
+        self.used = self._store.add(f"{self._run}restarts", more)
+        return self.used
 
     def charge(self, failure: Failure, of_all: bool) -> int:
         """Use a restart, and return how many are used; if it is one `of_all`, only the first of a round uses one."""
-        return self._store.add(f"{self._run}restarts", int(self.blame(failure) if of_all else True))
+        return self._count(int(self.blame(failure) if of_all else True))
 
     def blame(self, failure: Failure) -> bool:
         """Say because of what all stop, unless that was said; say whether it was not."""
@@ -83,7 +103,7 @@ class Board:
 
     def refund(self) -> None:
         """Give back the restart that was used last: it was not the worker's fault."""
-        self._store.add(f"{self._run}restarts", -1)
+        self._count(-1)
 
     def cause(self) -> Failure | None:
         """Return the failure because of which all stop."""

@@ -27,6 +27,7 @@ from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
 from rallypoint.spawn import Server
 from rallypoint.store import master
 from rallypoint.store.base import Store
+from rallypoint.store.session import SessionBackend
 from rallypoint.store.tcp import TCPStore, TorchBackend
 from rallypoint.store.url import connect
 
@@ -36,7 +37,7 @@ OUTLIVE_S = 10.0
 """How long a server that we started lives with nobody connected."""
 
 ATTEMPT_S = 10.0
-"""How long a server that was there a moment ago may take to let us in, before another is started."""
+"""How long an attempt to reach a server takes: then one is started where it may be here, and why it failed is told."""
 
 
 class RoundOver(MeetingError):
@@ -53,6 +54,12 @@ class Home:
     def server(self) -> net.Endpoint:
         """Return where the server is."""
         return self._server
+
+    @property
+    def server_id(self) -> bytes:
+        """The identity of the server, empty where the state outlives every server."""
+        backend = self.store._backend
+        return backend.server_id if isinstance(backend, SessionBackend) else b""
 
     def lost(self) -> str:
         """Say how the server of this node alone has ended, empty while it runs; that of all nodes is the store's."""
@@ -114,23 +121,31 @@ def on_etcd(url: str, run: str, timeout_s: float, on_end: Callable[[], object] |
     return _Gatehouse(f"{url}{joined}run={urllib.parse.quote(run, safe='')}", timeout_s, on_end)
 
 
-def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float) -> TCPStore:
+def find_or_start(
+    endpoint: net.Endpoint,
+    is_host: bool | None,
+    timeout_s: float,
+    on_failure: Callable[[ConnectFailed], object] = lambda error: None,
+) -> TCPStore:
     """Connect to the server of an endpoint, after starting it if that is here and nobody has (`is_host` overrules).
 
-    Raises AddressTaken where something else has the port, ConnectFailed where nobody, or no server of ours, answers.
+    `on_failure` is called after every attempt in vain. Raises AddressTaken where something else has the port,
+    ConnectFailed where nobody, or no server of ours, answers in time.
     """
     deadline = Deadline(timeout_s)
-    port, hosts = endpoint.port, to_bind(endpoint.host, is_host)
+    port = endpoint.port
     while True:
+        hosts = to_bind(endpoint.host, is_host)  # anew each time: a name may be known to the resolver only later
         if hosts:
             server = master.serve(hosts, port, True, None, deadline, OUTLIVE_S)
             port = port if server is None else server.port
         try:
-            within_s = min(ATTEMPT_S, deadline.remaining()) if hosts else timeout_s
+            within_s = min(ATTEMPT_S, deadline.remaining())
             store = TCPStore(endpoint.host, port, timeout=within_s, wait_for_workers=False)
-        except ConnectFailed:  # the one that was found may have been just ending
-            if not hosts or deadline.expired():
-                raise
+        except ConnectFailed as error:  # the one that was found may have been just ending
+            if deadline.expired():
+                raise ConnectFailed(peer=error.peer, timeout_s=timeout_s, tried=error.tried) from None
+            on_failure(error)
             continue
         if isinstance(store._backend, TorchBackend):
             store.close()
@@ -141,9 +156,13 @@ def find_or_start(endpoint: net.Endpoint, is_host: bool | None, timeout_s: float
         return store
 
 
-def open_door(host: str, port: int, run: str, scope: int, timeout_s: float) -> int:
-    """Return the port of a store of its own for a round of a run; raise RoundOver where a later round has one."""
-    return int(_ask(host, port, "PUT", _path(run, scope), timeout_s)["port"])
+def open_door(host: str, port: int, run: str, scope: int, timeout_s: float, number: int = 0) -> int:
+    """Return the port of a store of its own for a round of a run; raise RoundOver where a later round has one.
+
+    `number` is what people call the round; the server shows it.
+    """
+    path = _path(run, scope) + (f"?round={number}" if number else "")
+    return int(_ask(host, port, "PUT", path, timeout_s)["port"])
 
 
 def close_door(host: str, port: int, run: str, timeout_s: float, scope: int | None = None) -> None:

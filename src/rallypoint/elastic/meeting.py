@@ -2,18 +2,26 @@
 
 The server is that of --store, which runs; or that of an endpoint, which whoever has the address starts, and which
 outlives them all; or, for a node that is alone, a child on a free port. Where --store is etcd, it is a gateway to that.
+
+A session with the server may be lost: the node was cut off for longer than its grace, or the server died. `attach`
+opens another, under the same name, and says whether the server is another one, which knows nothing of the run.
+
+Rejected: to have the store open sessions by itself. What hung on the lost one is gone, and only the agent knows what
+follows from that: its workers have to stop.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import threading
-from collections.abc import Container
+from collections.abc import Container, Iterator
 
 from rallypoint import net
 from rallypoint.core.gang import Standing
 from rallypoint.core.machine import Waiting
+from rallypoint.deadline import Deadline
 from rallypoint.elastic import home
 from rallypoint.elastic.bell import Bell
 from rallypoint.elastic.board import Board
@@ -22,13 +30,13 @@ from rallypoint.elastic.failure import Failure, server_failure
 from rallypoint.elastic.job import UNNAMED, Job
 from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
 from rallypoint.elastic.world import World, gather
-from rallypoint.errors import ConnectionLost, MeetingError, NetworkError, RallypointError, SessionLost
+from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError, NetworkError, RallypointError, SessionLost
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.spawn import Server
 from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import parse_url
 
-__all__ = ["FAILED", "SUCCEEDED", "Meeting", "in_words"]
+__all__ = ["FAILED", "SUCCEEDED", "Meeting", "in_words", "why_lost"]
 
 SUCCEEDED, FAILED = "succeeded", "failed"
 """The results of a run."""
@@ -38,22 +46,63 @@ READ_S, LEAVE_S = 60.0, 5.0
 
 
 class Meeting:
-    """One node's side of a run; the stack leaves it, and puts everything away."""
+    """One node's side of a run, over as many sessions with its server as it takes."""
 
-    def __init__(self, job: Job, events: Events, bell: Bell, stack: contextlib.ExitStack) -> None:
+    board: Board
+    rendezvous: Rendezvous
+
+    def __init__(self, job: Job, events: Events, bell: Bell) -> None:
         self._job = job
         self._events = events
         self._bell = bell
         self._members: list[str] = []
         self._suspects: set[str] = set()
         self._round: Round | None = None
-        self._home = self._open(stack)
-        stack.callback(self._home.close)
-        self._home.store.set_timeout(READ_S)
-        with bell.interrupting():
-            self.board = Board(self._home.store, job.run_id, bell.ring)
-        self.rendezvous = Rendezvous(
-            self._home.store,
+        self._home: home.Home | None = None
+        self._server_id: bytes | None = None
+        self._stack = contextlib.ExitStack()
+        self.done = False
+        """Whether the others were told that this node's workers have succeeded."""
+
+        self.failed = ""
+        """Why this node ends in failure, if it does: said when it leaves."""
+
+        self.waits_for = "no worker ran" if job.max_nodes == 1 else "waiting for other nodes"
+        """What an agent that is told to end was doing, where it has no workers."""
+
+    # The session
+
+    def attach(self, deadline: Deadline) -> bool:
+        """Open a session with the server; return whether that is another server than before, which has forgotten all.
+
+        Raises NetworkError where no server answers by the deadline.
+        """
+        self._home = None
+        self._stack.close()  # what is left of the session before
+        at = self._open(deadline)
+        self._stack.callback(at.close)
+        at.store.set_timeout(READ_S)
+        first, same = self._server_id is None, self._server_id == at.server_id
+        with self._bell.interrupting():
+            board = Board(at.store, self._job.run_id, self._bell.ring, 0 if first else self.board.used)
+            rendezvous = self._rendezvous(at)
+            if first:
+                rendezvous.begin_anew()
+            else:
+                rendezvous.succeed(self.rendezvous, same)
+        self._home, self._server_id, self.board, self.rendezvous = at, at.server_id, board, rendezvous
+        return not first and not same
+
+    def close(self) -> None:
+        """Leave the run, if the server answers, and end the session."""
+        with self._stack:
+            if self._home is not None:
+                self._leave(self._home)
+
+    def _rendezvous(self, at: home.Home) -> Rendezvous:
+        job = self._job
+        return Rendezvous(
+            at.store,
             job.run_id,
             job.min_nodes,
             job.max_nodes,
@@ -62,13 +111,49 @@ class Meeting:
             settings=_settings(job),
             last_call=job.last_call_s,
             address=job.local_address,
+            spare=job.min_nodes < job.max_nodes,
             progress=self._waits,
-            on_change=bell.ring,
+            on_change=self._bell.ring,
         )
-        stack.callback(self._leave)
+
+    def _open(self, deadline: Deadline) -> home.Home:
+        job, within_s = self._job, deadline.remaining()
+        if job.alone:
+            server = self._stack.enter_context(Server())
+            alone = TCPStore("127.0.0.1", server.port, timeout=READ_S, wait_for_workers=False)
+            return home.Home(alone, net.Endpoint("127.0.0.1", server.port))
+        url = None if job.store is None else parse_url(job.store)
+        if url is not None and url.scheme == "etcd":
+            with self._searching(f"etcd does not answer at {url.place} yet"):
+                return home.on_etcd(url.text, job.run_id, within_s, self._bell.ring)
+        endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
+        with self._searching(f"no server answers at {endpoint} yet"):
+            store = home.find_or_start(endpoint, False if url else None, within_s, self._in_vain)
+        return home.Home(store, net.Endpoint(endpoint.host, store.port))
+
+    @contextlib.contextmanager
+    def _searching(self, words: str) -> Iterator[None]:
+        """Say in this block that no server answers: on a terminal all the time, elsewhere after every attempt."""
+        before, self.waits_for = self.waits_for, words
+        with self._bell.interrupting(), self._events.status(lambda: self.waits_for):
+            yield
+        self.waits_for = before
+
+    def _in_vain(self, error: ConnectFailed) -> None:
+        why = "; ".join(f"{address}: {why}" for address, why in error.tried.items()) or "no address was found"
+        self.waits_for = f"no server answers at {error.peer} yet ({why})"
+        self._events.waits(self.waits_for)
+
+    @property
+    def _here(self) -> home.Home:
+        assert self._home is not None
+        return self._home
+
+    # Rounds
 
     def come(self) -> World:
         """Come to a round that holds until all of it know each other."""
+        self.done = False
         while True:
             with self._bell.interrupting(), self._events.status(self._why):
                 now = self._round = self.rendezvous.join(self._job.join_timeout_s)
@@ -77,10 +162,10 @@ class Meeting:
                 self._forgive()
                 try:
                     told = gather(now, self.rendezvous.node, self._job.workers, self.rendezvous.changed.is_set, READ_S)
-                    server = self._home.server()
-                    port = home.open_door(*server, self._job.run_id, now.scope, READ_S)
+                    server = self._here.server()
+                    port = home.open_door(*server, self._job.run_id, now.scope, READ_S, now.number)
                 except (MeetingError, ConnectionLost) as error:
-                    if not isinstance(error, MeetingError) and not self._home.lost():
+                    if not isinstance(error, MeetingError) and not self._here.lost():
                         raise
                     self._events.say("rejoin", f"round {now.number} fell apart: {error}")
                     continue
@@ -99,6 +184,20 @@ class Meeting:
                 restarts=self.board.restarts(),
                 max_restarts=self._job.rules.budget,
             )
+
+    def follow(self) -> None:
+        """After a cut, go on waiting for the others of a round in which this node is done, unless there is another."""
+        last = self._round
+        if last is not None and self.rendezvous.status().round == last.number:
+            self.board.enter(self.rendezvous.follow(last).store, self.rendezvous.node)
+            self.board.news = True
+        else:
+            self.done = False
+
+    def finish(self) -> None:
+        """Tell the others that this node's workers have succeeded."""
+        self.board.finish(self.rendezvous.node)
+        self.done = True
 
     def standing(self, status: Status | None = None) -> Standing:
         """Return how the nodes of this round stand."""
@@ -123,7 +222,7 @@ class Meeting:
         It is the first cause of what follows, and uses no restart: no worker has failed, and one that fails now, here
         or elsewhere, does so of this.
         """
-        how = self._home.lost()
+        how = self._here.lost()
         if not how:
             return None
         cause = server_failure(self.rendezvous.node, how)
@@ -139,35 +238,23 @@ class Meeting:
             words = f"the failure uses no restart: {', '.join(gone)} went in the same round"
             self._events.say("refund", words, nodes=gone)
 
-    def close(self, result: str, reason: str) -> None:
+    def end_run(self, result: str, reason: str) -> None:
         """End the run for everybody, unless somebody has."""
         self.rendezvous.close(result, reason)
         self.board.tell()
 
-    def _open(self, stack: contextlib.ExitStack) -> home.Home:
-        job = self._job
-        if job.alone:
-            server = stack.enter_context(Server())
-            alone = TCPStore("127.0.0.1", server.port, timeout=READ_S, wait_for_workers=False)
-            return home.Home(alone, net.Endpoint("127.0.0.1", server.port))
-        url = None if job.store is None else parse_url(job.store)
-        if url is not None and url.scheme == "etcd":
-            with self._bell.interrupting(), self._events.status(lambda: f"etcd does not answer at {url.place} yet"):
-                return home.on_etcd(url.text, job.run_id, job.join_timeout_s, self._bell.ring)
-        endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
-        with self._bell.interrupting(), self._events.status(lambda: f"no server answers at {endpoint} yet"):
-            store = home.find_or_start(endpoint, False if url else None, job.join_timeout_s)
-        return home.Home(store, net.Endpoint(endpoint.host, store.port))
-
-    def _leave(self) -> None:
+    def _leave(self, at: home.Home) -> None:
         """Leave, if the server answers: one that is silent holds nobody back."""
-        given_up = threading.Timer(LEAVE_S, self._home.store.close)
+        given_up = threading.Timer(LEAVE_S, at.store.close)
         given_up.daemon = True
         given_up.start()
         with contextlib.suppress(RallypointError):
             self.board.leave()
-            if self.rendezvous.leave() and self._round is not None:
-                home.close_door(*self._home.server(), self._job.run_id, LEAVE_S, self._round.scope)
+            last = self.rendezvous.leave(failed=self.failed, done=self.done)
+            if self.failed:
+                self.board.tell()
+            if last and self._round is not None:
+                home.close_door(*at.server(), self._job.run_id, LEAVE_S, self._round.scope)
                 self.board.clear()
         given_up.cancel()
 
@@ -180,14 +267,28 @@ class Meeting:
 
 
 def _settings(job: Job) -> dict[str, object]:
-    """Return what all nodes must have alike; where the run has no name, that is the only sign of which run it is."""
-    script = {"script": os.path.basename(job.command.what)} if job.run_id == UNNAMED else {}
-    return {"restart": job.rules.restart, "restart_budget": job.rules.budget, **script}
+    """Return what all nodes must have alike; a run that has no name is known only by what it runs."""
+    settings: dict[str, object] = {"restart": job.rules.restart, "restart_budget": job.rules.budget}
+    if job.run_id != UNNAMED:
+        return settings
+    command, variables = job.command, sorted(job.environment.items())
+    path = os.path.abspath(command.what) if command.kind == "script" else command.what
+    return {
+        **settings,
+        "command": f"{command.kind} {path}",
+        "arguments": list(command.arguments),
+        "env_file": hashlib.sha256(repr(variables).encode()).hexdigest() if variables else "none",
+        "working_directory": os.getcwd(),
+    }
 
 
 def in_words(error: RallypointError, came: bool) -> str:
     """Say what ends a run; that a store can be opened again is advice for scripts, not for whoever reads this."""
     if not isinstance(error, NetworkError):
         return str(error)
-    why = f"the session with {error.peer} is lost: {error.why}" if isinstance(error, SessionLost) else str(error)
-    return f"the run cannot {'go on' if came else 'begin'} without its server: {why}"
+    return f"the run cannot {'go on' if came else 'begin'} without its server: {why_lost(error)}"
+
+
+def why_lost(error: NetworkError) -> str:
+    """Say why the server cannot be asked, without advice for scripts."""
+    return f"the session with {error.peer} is lost: {error.why}" if isinstance(error, SessionLost) else str(error)

@@ -24,7 +24,7 @@ from rallypoint.deadline import Deadline, Timeout
 from rallypoint.elastic import card
 from rallypoint.elastic.home import is_loopback
 from rallypoint.elastic.watch import Change, Watch
-from rallypoint.errors import NameTaken, RallypointError, Unsupported
+from rallypoint.errors import NameTaken, RallypointError, RunFull, Unsupported
 from rallypoint.recipes.hosting import Object, Progress, Recipe
 from rallypoint.store.base import Store
 from rallypoint.store.prefix import PrefixStore
@@ -35,8 +35,9 @@ log = logging.getLogger("rallypoint")
 
 JOIN_S = 600.0
 LAST_CALL_S = 5.0
-TAKEN_S, AGAIN_S = 3.0, 0.1
-"""How long a node whose name is taken tries again, and how often: it may have died and come back within its grace."""
+TAKEN_S, FULL_S, AGAIN_S = 3.0, 10.0, 0.1
+"""How long a node tries again whose name is taken, or that finds no place and is to be no spare, and how often: whoever
+has the name or the place may have died, and the server may not know yet."""
 
 TWINS = 1000
 """How many nodes of one machine get names of their own."""
@@ -71,6 +72,7 @@ class Round:
     """One round as one of its nodes sees it; `store` is for this round alone."""
 
     def __init__(self, shared: Object, told: list[Any], store: Any) -> None:
+        self.told = told
         _, number, scope, rank, size, first, _, reason = told
         self.number: int = number
         self.rank: int = rank
@@ -99,8 +101,9 @@ class Rendezvous(Recipe):
 
     A round has at least `min_nodes` and at most `max_nodes`; when enough are here, it waits `last_call` for more, but
     not when everybody of the last round is back. A node goes by `node` (its host name if none is given), under which it
-    gets its rank back when it returns, or by a `rank` that it asks for. All nodes must bring the same `settings`.
-    `on_change` is called, in a thread of its own, with the reason when a round is over.
+    gets its rank back when it returns, or by a `rank` that it asks for. All nodes must bring the same `settings`. With
+    `spare=False` a node that finds no place is refused (RunFull) instead of waiting for one. `on_change` is called,
+    in a thread of its own, with the reason when a round is over.
     """
 
     def __init__(
@@ -115,6 +118,7 @@ class Rendezvous(Recipe):
         settings: Mapping[str, object] | None = None,
         last_call: Timeout = LAST_CALL_S,
         address: str | None = None,
+        spare: bool = True,
         progress: Progress | None = None,
         on_change: Callable[[str], object] | None = None,
     ) -> None:
@@ -122,6 +126,7 @@ class Rendezvous(Recipe):
         self.node = card.node_name(node) if node is not None else _own_name(self._object)
         self._store = store
         self._named = node is not None
+        self._returns = False
         self._on_change = on_change
         self._progress = progress
         self._join = rendezvous.Join(
@@ -131,6 +136,7 @@ class Rendezvous(Recipe):
             socket.gethostname(),
             card.node_name(address, "address") if address else card.address_of(store),
             is_loopback(card.host_of(store)),
+            spare=spare,
         )
         _here.add(self)
         self._round: Round | None = None
@@ -143,7 +149,8 @@ class Rendezvous(Recipe):
 
         Raises MembersMissing when none was formed in time (600 s if not told; a spare waits as long as it takes),
         RunClosed when the run has its result, Disagreement, RankTaken and NotAMember at once, NameTaken when that is
-        still so after 3 s, and SessionLost when this process stood still and the others went on: then come again.
+        still so after 3 s, RunFull after 10 s, and SessionLost when this process stood still and the others went on:
+        then come again.
         """
         self._stop_watching()
         self._round = None
@@ -151,16 +158,33 @@ class Rendezvous(Recipe):
         told = self._come(deadline)
         self._named = True
         self._join.run = told[0]
-        self._round = Round(self._object, told, self._scoped(told[2]))
-        if self._round.rank == 0:
+        entered = self._enter(told)
+        if entered.rank == 0:
             self._drop(told[6])
+        return entered
+
+    def _enter(self, told: list[Any]) -> Round:
+        """Take a round for this node's, and watch it if somebody is to be called."""
+        self._round = Round(self._object, told, self._scoped(told[2]))
         if self._on_change is not None:
             self.changed  # noqa: B018 - starts the watch
         return self._round
 
+    def succeed(self, earlier: Rendezvous, same_server: bool) -> None:
+        """Go on as the node that this process was in an earlier session; at another server the run is another, too."""
+        self.node, self._named, self._returns = earlier.node, earlier._named, True
+        if same_server:
+            self._join.run = earlier._join.run
+
+    def follow(self, last: Round) -> Round:
+        """Watch a round that this node was in and has lost its place in, because the others need it no more."""
+        self._stop_watching()
+        return self._enter(last.told)
+
     def _come(self, deadline: Deadline) -> list[Any]:
         """Make the call, under another name if this one is taken and nobody has given it to us."""
         patience, base, twin, waited = Deadline(min(TAKEN_S, deadline.remaining())), self.node, 1, False
+        place = Deadline(min(FULL_S, deadline.remaining()))
         while True:
             self._call = self._object.next_call()
             try:
@@ -174,11 +198,21 @@ class Rendezvous(Recipe):
                     rendezvous.Leave,
                 )
                 return list(told)
+            except RunFull as full:
+                self._call = 0
+                if place.expired():
+                    raise
+                if not waited:
+                    self._say_why(f"it waits up to {place.timeout_s:g} s for a place: {full}")
+                waited = True
+                time.sleep(AGAIN_S)
             except NameTaken as taken:
                 self._call = 0
-                if not patience.expired() and (self._named or card.has_died(taken.other)):
+                mine = self._returns and card.is_this_process(taken.other)  # in a session that ends soon
+                until = deadline if mine else patience
+                if not until.expired() and (mine or self._named or card.has_died(taken.other)):
                     if not waited:
-                        self._wait_for_name(f"it waits up to {patience.timeout_s:g} s for its name: {taken}")
+                        self._say_why(f"it waits up to {until.timeout_s:g} s for its name: {taken}")
                     waited = True
                     time.sleep(AGAIN_S)
                     continue
@@ -190,7 +224,7 @@ class Rendezvous(Recipe):
                 self._call = 0
                 raise
 
-    def _wait_for_name(self, why: str) -> None:
+    def _say_why(self, why: str) -> None:
         if self._progress is None:
             log.warning("a node has to wait: %s", why)
         else:
@@ -206,12 +240,17 @@ class Rendezvous(Recipe):
                 self._watch = Watch(self._object, self.node, self._round.scope, Change(self._on_change))
             return self._watch.change
 
-    def leave(self) -> bool:
-        """Leave the round, or the wait for one; the run goes on without this node. Say whether it was the last."""
+    def leave(self, *, failed: str = "", done: bool = False) -> bool:
+        """Leave the round, or the wait for one; the run goes on without this node. Say whether it was the last.
+
+        A node whose work is `done` does not end the round for the others. One that has `failed`, which says of what,
+        closes the run as failed where fewer than the minimum are left.
+        """
         self._stop_watching()
         last = False
         if self._call:
-            outcome = self._object.act(self.node, self._object.next_call(), rendezvous.Leave(self._call), 0.0)
+            command = rendezvous.Leave(self._call, card.cut(failed, "failed"), done)
+            outcome = self._object.act(self.node, self._object.next_call(), command, 0.0)
             last = isinstance(outcome, Done) and outcome.answer == 0
             if last and self._round is not None:
                 self._drop(self._round.scope)
@@ -228,8 +267,8 @@ class Rendezvous(Recipe):
         self._join.run = -1
         return bool(self._done(rendezvous.Open()))
 
-    def begin_anew(self) -> bool:
-        """Begin a new run where the last one is over and everybody has left it; say whether some have not.
+    def begin_anew(self) -> None:
+        """Begin a new run where the last one is over and everybody has left it.
 
         This is for coming, not for finding a run closed: a spare that has waited for the end is told of it, and may be
         the last one here by then.
@@ -237,7 +276,6 @@ class Rendezvous(Recipe):
         status = self.status()
         if status.phase == "closed" and not status.nodes:
             self.open()  # or somebody else has by now
-        return status.phase == "closed" and bool(status.nodes)
 
     def status(self) -> Status:
         """Return what there is now; one need not be a node to ask."""

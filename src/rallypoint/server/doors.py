@@ -34,6 +34,9 @@ class _Door(NamedTuple):
     """One door."""
 
     scope: int
+    number: int | None
+    """The number of the round, as agents tell it to people; None where nobody said."""
+
     port: int
     listening: int
     """How many sockets it listens on."""
@@ -55,14 +58,14 @@ class Doors:
         """How many are connected behind all doors."""
         return sum(door.house.connections for door in self._doors.values())
 
-    def open(self, name: str, scope: int) -> int:
-        """Open the door of a round, and return its port; it may be open already.
+    def open(self, name: str, scope: int, number: int | None = None) -> int:
+        """Open the door of a round, whose number is for people, and return its port; it may be open already.
 
         Raises TooLate, TooMany, and AddressTaken where no port can be had.
         """
         door = self._doors.get(name)
         if door is not None and door.scope > scope:
-            raise TooLate(f"the door of round {door.scope} of {name!r} is open, and {scope} is over")
+            raise TooLate(f"a later round of {name!r} has begun, and this one is over")
         if door is not None and door.scope == scope:
             return door.port
         if door is None and len(self._doors) >= MAX_DOORS:
@@ -73,7 +76,7 @@ class Doors:
         behind = self._house.behind(name, scope)
         opening = asyncio.get_running_loop().create_task(behind.open(sockets))
         port = int(sockets[0].getsockname()[1])
-        self._doors[name] = _Door(scope, port, len(sockets), behind, opening)
+        self._doors[name] = _Door(scope, number, port, len(sockets), behind, opening)
         self._house.crowd += len(sockets)  # descriptors, too
         return port
 
@@ -99,7 +102,8 @@ class Doors:
         """Say what is behind each door."""
         return {
             name: {
-                "round": door.scope,
+                "round": door.number,
+                "scope": door.scope,
                 "port": door.port,
                 "connections": door.house.connections,
                 **{name: count for name, count in door.house.holdings().items() if name == "keys"},

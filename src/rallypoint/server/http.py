@@ -2,8 +2,8 @@
 
 `GET /healthz` answers "ok" while the server serves, `GET /about` which server this is and `GET /statistics` what it
 holds and who is here, both as JSON. `GET /` is a plain page that says what this is, what it holds and who is here, as
-far as a person reads. `PUT /doors/RUN/ROUND` opens a door (`server/doors.py`) and answers its port, and `DELETE
-/doors/RUN/ROUND` closes it, if it is not that of a later round; without the round, whichever it is.
+far as a person reads. `PUT /doors/RUN/SCOPE?round=N` opens a door (`server/doors.py`) and answers its port, and `DELETE
+/doors/RUN/SCOPE` closes it, if it is not that of a later round; without the scope, whichever it is.
 """
 
 from __future__ import annotations
@@ -110,9 +110,9 @@ class WebFace:
         return head + payload + (send(h11.EndOfMessage()) or b"")
 
     def _resource(self, request: h11.Request) -> tuple[int, str, bytes]:
-        path = request.target.partition(b"?")[0]
+        path, _, query = request.target.partition(b"?")
         if path.startswith(b"/doors/") and request.method in (b"PUT", b"DELETE"):
-            return self._door(request.method, *path.decode("ascii", "replace").split("/")[2:])
+            return self._door(request.method, query, *path.decode("ascii", "replace").split("/")[2:])
         if request.method not in (b"GET", b"HEAD"):
             return 405, "text/plain", b"only GET and HEAD are answered here\n"
         if path == b"/healthz":
@@ -125,19 +125,25 @@ class WebFace:
             return 200, "text/html", _page(self._house.statistics(ON_THE_PAGE)).encode()
         return 404, "text/plain", b"nothing here: try /, /about, /healthz or /statistics\n"
 
-    def _door(self, method: bytes, run: str, *rest: str) -> tuple[int, str, bytes]:
+    def _door(self, method: bytes, query: bytes, run: str, *rest: str) -> tuple[int, str, bytes]:
         name, doors = urllib.parse.unquote(run), self._house.doors
-        scope = int(rest[0]) if len(rest) == 1 and rest[0].isdecimal() and len(rest[0]) <= SCOPE_DIGITS else None
+        scope = _number(rest[0].encode()) if len(rest) == 1 else None
         if not name or (scope is None and (method == b"PUT" or rest)):
-            return 404, "text/plain", b"nothing here: PUT or DELETE /doors/RUN/ROUND, or DELETE /doors/RUN\n"
+            return 404, "text/plain", b"nothing here: PUT or DELETE /doors/RUN/SCOPE, or DELETE /doors/RUN\n"
         if scope is None or method == b"DELETE":
             return 200, "application/json", json.dumps({"closed": doors.close(name, scope)}).encode()
         try:
-            return 200, "application/json", json.dumps({"port": doors.open(name, scope)}).encode()
+            port = doors.open(name, scope, _number(urllib.parse.parse_qs(query).get(b"round", [b""])[0]))
+            return 200, "application/json", json.dumps({"port": port}).encode()
         except TooLate as error:
             return 409, "text/plain", f"{error}\n".encode()
         except (TooMany, AddressTaken) as error:
             return 503, "text/plain", f"{error}\n".encode()
+
+
+def _number(text: bytes) -> int | None:
+    """Read a number of at most `SCOPE_DIGITS` digits; None where it is none."""
+    return int(text) if text.isdigit() and len(text) <= SCOPE_DIGITS else None
 
 
 def _page(facts: dict[str, Any]) -> str:

@@ -61,6 +61,11 @@ class SessionBackend(Backend):
         """That server's port."""
         return self._route.at.port
 
+    @property
+    def server_id(self) -> bytes:
+        """The identity of the server: one that was restarted and has forgotten everything has another."""
+        return self._wire.server
+
     # Calls that answer at once
 
     def set(self, key: bytes, value: bytes) -> None:

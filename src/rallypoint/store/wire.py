@@ -118,6 +118,7 @@ class Wire:
         self._ping, self._pinged_at = 0, time.monotonic()
         self._ear = self._connect(Deadline(self._timeout_s))
         self._forks = _forks
+        self.server = self._core.server
         self.hosts_objects = self._core.hosts_objects
         keeper.start(self)
 
