@@ -36,6 +36,7 @@ LAYERS = (
     ("errors",),
     ("deadline",),
     ("core",),
+    ("liveness",),
     ("net",),
     ("spawn",),
     ("etcd",),
@@ -78,7 +79,7 @@ LARGE: dict[str, tuple[int, str]] = {
     ),
     "src/rallypoint/store/tcp.py": (420, "the client: its pool of links, its operations, the store"),
     "src/rallypoint/store/etcd.py": (350, "the blocking store: its operations, and the sessions that they are made in"),
-    "src/rallypoint/aio.py": (425, "the whole asyncio front: a session, and the store on it"),
+    "src/rallypoint/aio.py": (430, "the whole asyncio front: a session, and the store on it"),
     "src/rallypoint/core/native.py": (330, "one wire protocol: every request, and how it is framed"),
     "src/rallypoint/core/session.py": (430, "every request of our protocol, and what makes a cut harmless"),
     "src/rallypoint/store/wire.py": (

@@ -75,6 +75,10 @@ class _Link(asyncio.Protocol):
         self.greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self._early = b""
 
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        cut = cast(asyncio.Transport, transport).abort
+        self._watch = net.watch(asyncio.get_running_loop(), transport, lambda silent_s: cut())
+
     def data_received(self, data: bytes) -> None:
         if self.greeting.done():
             self._session.received(data)
@@ -86,6 +90,8 @@ class _Link(asyncio.Protocol):
                 self._session.received(rest)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._watch is not None:
+            self._watch.stop()
         if not self.greeting.done():
             self.greeting.set_exception(ConnectionError("the server closed it"))
         self._session.cut(self)

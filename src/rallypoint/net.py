@@ -26,12 +26,16 @@ import struct
 import sys
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rallypoint.deadline import Deadline
 from rallypoint.errors import AddressTaken, ConnectFailed
+from rallypoint.liveness import PeerWatch, keep_alive
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = [
     "Endpoint",
@@ -45,6 +49,8 @@ __all__ = [
     "free_port",
     "connect",
     "keep_alive",
+    "set_options",
+    "watch",
     "caller_name",
     "raise_file_limit",
 ]
@@ -202,6 +208,7 @@ def _listen_at(places: Iterable[_Place], port: int, backlog: int) -> list[socket
                 if family == socket.AF_INET6:
                     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 sock.bind((address[0], port, *address[2:]))
+                set_options(sock)  # inherited by every connection, if set before the first can queue up
                 sock.listen(backlog)
             except OSError as error:
                 raise AddressTaken(address=str(Endpoint(address[0], port)), why=_why(error)) from error
@@ -265,6 +272,7 @@ def adopt(fd: int) -> socket.socket:
         undo.callback(sock.detach)
         if refusal := _refusal(sock):
             raise ValueError(f"descriptor {fd} {refusal}; give a bound TCP socket to listen on")
+        set_options(sock)
         if not sock.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
             try:
                 sock.listen(_BACKLOG)
@@ -290,18 +298,22 @@ def free_port(host: str = "localhost") -> int:
         return int(sock.getsockname()[1])
 
 
-def keep_alive(sock: socket.socket, *, idle_s: int = 2, interval_s: int = 1, count: int = 4) -> None:
-    """Let the kernel find a peer whose host has vanished, after `idle_s + interval_s * count` seconds.
+def set_options(sock: socket.socket) -> None:
+    """Set what every connection has: no Nagle's delay, and keep-alive."""
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    keep_alive(sock)
 
-    On Linux that also gives up a peer that lives but has read nothing for so long while its window was full.
-    """
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # the latter on macOS
-    limit_ms = (idle_s + interval_s * count) * 1000
-    options = {idle: idle_s, "TCP_KEEPINTVL": interval_s, "TCP_KEEPCNT": count, "TCP_USER_TIMEOUT": limit_ms}
-    for option, value in options.items():
-        if hasattr(socket, option):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
+
+def watch(
+    loop: asyncio.AbstractEventLoop, transport: asyncio.BaseTransport, vanished: Callable[[float], object]
+) -> PeerWatch | None:
+    """Set a connection's options, and call `vanished` when its peer's host is gone; leave alone what is not TCP."""
+    sock = transport.get_extra_info("socket")
+    if sock is None:
+        return None
+    with suppress(OSError):  # not TCP, or reset already
+        set_options(sock)
+    return PeerWatch(loop, sock, vanished)
 
 
 def _attempt(family: int, address: _Address, within_s: float) -> socket.socket:
@@ -313,8 +325,7 @@ def _attempt(family: int, address: _Address, within_s: float) -> socket.socket:
             # Our ephemeral port was the very port we called. Close by reset, so that the server may have it.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             raise ConnectionRefusedError("refused, only this socket itself answered")
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        keep_alive(sock)
+        set_options(sock)
         sock.settimeout(None)
         undo.pop_all()
     return sock

@@ -3,7 +3,7 @@
 The first bytes decide: our preface, or any other greeting in PyTorch's protocol, which both begin with 0; a capital
 letter is an HTTP method. Anything else is dropped, and so is who does not finish its greeting in time. Whoever reads
 slower than it asks is not read from until it has caught up, so what is held for it stays bounded; `House` adds up
-what all hold. One that reads nothing at all is cut by the kernel (`net.keep_alive`).
+what all hold. One that reads nothing at all is cut by the kernel, and one whose host is gone by us (`liveness.py`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ import asyncio
 import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
+from rallypoint import net
 from rallypoint.core.c10d import BadMessage
 from rallypoint.core.ledger import Split
 from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.core.records import show
+from rallypoint.liveness import PeerWatch
 
 if TYPE_CHECKING:
     from rallypoint.server.house import House
@@ -57,7 +59,7 @@ class Face(Protocol):
 class Connection(asyncio.Protocol):
     """The server's side of one socket."""
 
-    __slots__ = ("_early", "_held", "_house", "_shared", "_stalled", "_transport", "face", "paused")
+    __slots__ = ("_early", "_held", "_house", "_shared", "_stalled", "_transport", "_watch", "face", "paused")
 
     def __init__(self, house: House) -> None:
         self._house = house
@@ -68,6 +70,7 @@ class Connection(asyncio.Protocol):
         self._held = 0
         self._shared = 0  # of what was written since the transport was last able to keep up, what others get too
         self._early = b""
+        self._watch: PeerWatch | None = None
         self.face: Face | None = None
 
     # What asyncio calls
@@ -75,8 +78,13 @@ class Connection(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         self._house.arrived(self)
+        if not transport.is_closing():
+            self._watch = net.watch(asyncio.get_running_loop(), transport, self._vanished)
 
     def connection_lost(self, error: Exception | None) -> None:
+        if self._watch is not None:
+            self._watch.stop()
+            self._watch = None
         if self.face is not None:
             self.face.end(time.monotonic())
             self.face = None
@@ -207,6 +215,11 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
             if not self.paused:
                 asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _vanished(self, silent_s: float) -> None:
+        self._house.vanished(self, silent_s)
+        self._hold(0)
+        self._transport.abort()
 
     def _unsent(self) -> int:
         """Return how many bytes are written and not sent, but for those that the sessions' ledger counts."""

@@ -18,7 +18,6 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from rallypoint import net
 from rallypoint.core.c10d import Conversation
 from rallypoint.core.caller import Caller, Sessions
 from rallypoint.core.engine import Engine
@@ -43,6 +42,9 @@ RESERVE_BYTES = 32 * 1024 * 1024
 SWEEP_S = 1.0
 LISTED = 10_000
 """How many clients, and how many sessions, the statistics list; the others they count."""
+
+LISTED_VANISHED = 10
+"""How many peers whose hosts are gone are named in a line of the log."""
 
 COMPLAINTS_KEPT = 1024
 """How many peers' complaints are remembered, so that each is logged once."""
@@ -70,6 +72,7 @@ class House:
         self.sessions: Guests = self.receive_guests(ledger)
         self.sessions.limit = settings.max_sessions
         self._refused = 0
+        self._vanished: list[tuple[str, float]] = []  # since the last sweep: peers, and how long each was silent
         self._logged = (0, 0)  # how many connections and sessions were refused when that was last logged
         self.ticks_at = float("inf")
         """When `tick` will run next."""
@@ -91,9 +94,6 @@ class House:
         """Start to serve on bound, listening sockets."""
         loop = asyncio.get_running_loop()
         for sock in sockets:
-            # Set on the listening socket, these are inherited by every accepted one.
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            net.keep_alive(sock)
             sock.setblocking(False)
             self._servers.append(await loop.create_server(lambda: Connection(self), sock=sock, backlog=BACKLOG))
         self.sockets = list(sockets)
@@ -195,6 +195,10 @@ class House:
         if min(self.engine.earliest, self.sessions.next_end()) < self.ticks_at:
             self.tick()
 
+    def vanished(self, connection: Connection, silent_s: float) -> None:
+        """Note that the host of a peer is gone, for the sweep to log."""
+        self._vanished.append((connection.who(), silent_s))
+
     def hold(self, connection: Connection, amount: int, grown: int) -> None:
         """Count what is held for a connection; past the limit, drop those first for whom it has been held longest.
 
@@ -266,6 +270,7 @@ class House:
         self.sweep_turns()
         self.tick()
         self._log_refusals()
+        self._log_vanished()
 
     def _end_when_alone(self, now: float) -> None:
         if self._connections or self.doors.connections:
@@ -285,3 +290,11 @@ class House:
             advice = "allow more with --max-sessions"
             log.warning("refused %d sessions: %d is the limit; %s", now[1] - before[1], self.sessions.limit, advice)
         self._logged = now
+
+    def _log_vanished(self) -> None:
+        gone, self._vanished = self._vanished, []
+        if gone:
+            some = ", ".join(peer for peer, _ in gone[:LISTED_VANISHED])
+            more = f" and {len(gone) - LISTED_VANISHED} more" if len(gone) > LISTED_VANISHED else ""
+            why = "their hosts are gone, or the network between"
+            log.warning("dropped %s%s: nothing was received for %.1f s; %s", some, more, gone[0][1], why)

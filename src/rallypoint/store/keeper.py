@@ -1,6 +1,7 @@
 """The keeper: one daemon thread of a process that looks after its connections while no call is under way on them.
 
-It mends cuts, takes in pushes, keeps hearts beating for leases that ask for it, and has a server that may hang probed.
+It mends cuts, takes in pushes, keeps hearts beating for leases that ask for it, has a server that may hang probed, and
+cuts a connection whose server's host is gone (`liveness.py`), also under calls in progress.
 A call in progress does not notice it: data is listened for only where somebody expects pushes and nobody reads. Mending
 may take as long as the grace, so each cut gets a thread of its own, and so does a probe. Connections are held weakly;
 with the last one the keeper ends.
@@ -8,6 +9,7 @@ with the last one the keeper ends.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import socket
@@ -15,6 +17,8 @@ import threading
 import time
 import weakref
 from typing import Protocol
+
+from rallypoint.liveness import PAUSE_S, VANISHED_S, PauseDetector, silence_s
 
 __all__ = ["KEEP_S", "Kept", "start"]
 
@@ -59,6 +63,8 @@ class Keeper:
         self._mending: set[int] = set()
         self._probing: set[int] = set()
         self._runs = False
+        self._pauses = PauseDetector()
+        self._judges_at = 0.0
 
     def keep(self, kept: Kept) -> None:
         """Look after a connection from now on, until it is over or gone."""
@@ -71,7 +77,7 @@ class Keeper:
 
     def _run(self) -> None:
         while True:
-            poller, watched = select.poll(), {}
+            poller, watched, judges = select.poll(), {}, self._may_judge()
             for number, reference in self._those_left():
                 kept = reference()
                 seen = None if kept is None else kept.look()
@@ -85,6 +91,8 @@ class Keeper:
                 sock, listens = seen
                 if number in self._mending:
                     continue
+                if judges:
+                    _cut_if_vanished(sock)
                 try:
                     poller.register(sock, _HUNG_UP | (select.POLLIN if listens else 0))
                     watched[sock.fileno()] = (number, reference, sock)
@@ -95,6 +103,7 @@ class Keeper:
                 if not self._all:
                     self._runs = False
                     return
+            self._pauses.plan(KEEP_S)
             for descriptor, events in poller.poll(KEEP_S * 1000):
                 number, reference, sock = watched[descriptor]
                 if events != select.POLLIN:
@@ -102,6 +111,16 @@ class Keeper:
                 elif (kept := reference()) is not None:
                     kept.read_idle()
             kept = None
+
+    def _may_judge(self) -> bool:
+        """Return whether it is time to look for servers whose hosts are gone; not right after a pause of ours."""
+        now = time.monotonic()
+        if self._pauses.paused():
+            self._judges_at = now + PAUSE_S
+        judges = now >= self._judges_at
+        if judges:
+            self._judges_at = now + KEEP_S
+        return judges
 
     def _those_left(self) -> list[tuple[int, weakref.ref[Kept]]]:
         with self._lock:
@@ -145,6 +164,13 @@ class Keeper:
 
         self._mending.add(number)
         threading.Thread(target=mend, name="rallypoint keeper, mending", daemon=True).start()
+
+
+def _cut_if_vanished(sock: socket.socket) -> None:
+    """Cut a connection whose server's host is gone; whoever reads there, or else the keeper, mends it."""
+    if (silence_s(sock) or 0.0) >= VANISHED_S:
+        with contextlib.suppress(OSError):
+            sock.shutdown(socket.SHUT_RDWR)
 
 
 _keeper = Keeper()

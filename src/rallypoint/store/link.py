@@ -13,8 +13,12 @@ from rallypoint import net
 from rallypoint.core.c10d import Op, encode, hello
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, ConnectionLost
+from rallypoint.liveness import VANISHED_S, PauseDetector, silence_s
 
 __all__ = ["PING", "Link"]
+
+SLICE_S = 0.5
+"""How long one blocking read lasts at most: then the server's host is looked after (`liveness.py`)."""
 
 LONGEST_S = 1e6
 """The longest time-out that is asked of a socket; none takes an endless one."""
@@ -32,6 +36,7 @@ class Link:
         self._peer = str(net.Endpoint(host, port))
         self._socket = net.connect(host, port, deadline)
         self._buffer = bytearray()
+        self._pauses = PauseDetector()
         try:
             self.send(hello(_NONCE), "connect", deadline)
             self.pong("connect", deadline)
@@ -66,8 +71,7 @@ class Link:
         buffer = self._buffer
         try:
             while len(buffer) < size:
-                self._socket.settimeout(min(max(deadline.remaining(), 0.001), LONGEST_S))
-                piece = self._socket.recv(max(65536, min(size - len(buffer), 1 << 20)))
+                piece = self._some(max(65536, min(size - len(buffer), 1 << 20)), operation, deadline)
                 if not piece:
                     raise ConnectionLost(peer=self._peer, operation=operation, why="the server closed it")
                 buffer += piece
@@ -78,6 +82,21 @@ class Link:
         data = bytes(buffer[:size])
         del buffer[:size]
         return data
+
+    def _some(self, most: int, operation: str, deadline: Deadline) -> bytes:
+        """Read what comes next; raise TimeoutError at the deadline, ConnectionLost if the server's host is gone."""
+        while True:
+            self._socket.settimeout(min(max(deadline.remaining(), 0.001), SLICE_S))
+            self._pauses.plan(SLICE_S)
+            try:
+                return self._socket.recv(most)
+            except TimeoutError:
+                if deadline.expired():
+                    raise
+            silent_s = silence_s(self._socket) or 0.0
+            if silent_s >= VANISHED_S and not self._pauses.paused():
+                why = f"its host has been silent for {silent_s:.1f} s"
+                raise ConnectionLost(peer=self._peer, operation=operation, why=why)
 
     def integer(self, operation: str, deadline: Deadline) -> int:
         """Read a number of an answer."""
