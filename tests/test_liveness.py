@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from rallypoint import liveness, net
-from rallypoint.liveness import LAST_PROBE_S, PAUSE_S, VANISHED_S, PeerWatch, silence_s
+from rallypoint.liveness import LAST_PROBE_S, PAUSE_S, TICK_S, VANISHED_S, PeerWatch, silence_s
 
 PROBED_S = VANISHED_S - LAST_PROBE_S
 
@@ -41,12 +41,12 @@ class Loop:
         return self.timer
 
     def run(self, late_s: float = 0.0) -> float:
-        """Let the timer ring, so many seconds late; return how many seconds after now it was due."""
+        """Let the timer ring, so many seconds late; return how many seconds after now it was due, but for the tick."""
         timer, self.timer = self.timer, None
         assert timer is not None and not timer.cancelled
         delay_s, self.now = timer.due_at - self.now, timer.due_at + late_s
         timer.call()
-        return delay_s
+        return delay_s - TICK_S
 
 
 class Peer:
@@ -84,17 +84,17 @@ def test_a_host_that_is_silent_is_probed_once_more_and_judged_at_the_very_moment
     peer = Peer(loop)
     _, gone = watch(loop, peer)
     peer.acknowledged_at += 2.0  # the last sign
-    for delay_s in (PROBED_S, 2.0, LAST_PROBE_S):
+    for delay_s in (PROBED_S, 2.0 - TICK_S, LAST_PROBE_S):
         assert loop.run() == pytest.approx(delay_s)
-    assert gone == [VANISHED_S] and loop.timer is None
-    assert peer.probed_at == [peer.acknowledged_at + PROBED_S]
+    assert gone == [pytest.approx(VANISHED_S + 2 * TICK_S)] and loop.timer is None
+    assert peer.probed_at == [pytest.approx(peer.acknowledged_at + PROBED_S + TICK_S)]
 
 
 def test_a_host_that_is_back_for_the_last_probe_is_not_gone(loop: Loop) -> None:
     peer = Peer(loop)
     _, gone = watch(loop, peer)
     peer.answers = True
-    for delay_s in (PROBED_S, LAST_PROBE_S, PROBED_S - LAST_PROBE_S):
+    for delay_s in (PROBED_S, LAST_PROBE_S, PROBED_S - LAST_PROBE_S - TICK_S):
         assert loop.run() == pytest.approx(delay_s)
     assert not gone and loop.timer is not None
 
@@ -114,7 +114,7 @@ def test_after_a_pause_acknowledgements_get_time_to_arrive(loop: Loop) -> None:
     loop.run(late_s=20.0)
     assert not gone
     peer.acknowledged_at = loop.now + 0.1
-    assert loop.run() == PAUSE_S
+    assert loop.run() == pytest.approx(PAUSE_S)
     assert not gone and loop.timer is not None
 
 
@@ -122,7 +122,7 @@ def test_who_is_always_late_judges_nevertheless(loop: Loop) -> None:
     _, gone = watch(loop, Peer(loop))
     loop.run(late_s=20.0)
     loop.run(late_s=20.0)
-    assert gone == [pytest.approx(PROBED_S + PAUSE_S + 40.0)]
+    assert gone == [pytest.approx(PROBED_S + PAUSE_S + 40.0 + 2 * TICK_S)]
 
 
 def test_a_watch_that_is_stopped_looks_no_more(loop: Loop) -> None:

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["LAST_PROBE_S", "PAUSE_S", "VANISHED_S", "PauseDetector", "PeerWatch", "keep_alive", "silence_s"]
+__all__ = ["LAST_PROBE_S", "PAUSE_S", "TICK_S", "VANISHED_S", "PauseDetector", "PeerWatch", "keep_alive", "silence_s"]
 
 VANISHED_S = 5.75
 """How long a host may be silent: a little less than the kernel's 6 s, so that it is we who notice, and say so."""
@@ -37,6 +37,9 @@ LAST_PROBE_S = 0.25
 
 PAUSE_S = 1.0
 """How late we may look and still trust what we see; and how long acknowledgements get to arrive otherwise."""
+
+TICK_S = 0.01
+"""The kernel counts in ticks of up to so long: a look waits for one more, or it might come just before the moment."""
 
 _RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of Linux 6.15, which Python has no name for
 _RECEIVED = struct.Struct("=52xII")  # in struct tcp_info: milliseconds since data, and since an acknowledgement
@@ -115,7 +118,7 @@ class PeerWatch:
 
     def _look_in(self, delay_s: float) -> None:
         self._pauses.plan(delay_s)
-        self._timer = self._loop.call_later(delay_s, self._look)
+        self._timer = self._loop.call_later(delay_s + TICK_S, self._look)
 
     def _look(self) -> None:
         silent_s = silence_s(self._socket)

@@ -34,7 +34,7 @@ __all__ = ["GatewayCaller", "GatewaySessions"]
 
 LEASE_S = 12.0
 """How much longer than the grace a session lives whose gateway has died: longer than its client takes to find that out
-(6 s, `net.keep_alive`) and then another gateway. That of a client that has died is ended by its gateway."""
+(6 s, `liveness.py`) and then another gateway. That of a client that has died is ended by its gateway."""
 
 _decode_hello = msgspec.msgpack.Decoder(Hello).decode
 
