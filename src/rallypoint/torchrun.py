@@ -42,6 +42,7 @@ from rallypoint import net
 from rallypoint.core.machine import Waiting
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.elastic import home
+from rallypoint.elastic.meeting import why_lost
 from rallypoint.elastic.rendezvous import Rendezvous, Round
 from rallypoint.elastic.watch import Change
 from rallypoint.errors import ConnectFailed, MembersMissing, NetworkError, RallypointError, RunClosed, StoreTimeout
@@ -167,7 +168,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
 
     def _attach_again(self, lost: NetworkError, deadline: Deadline) -> None:
         """Open another session after one was lost; the node is the same, and the run, too, if the server is."""
-        log.warning("%s; looking for the server again for up to %.0f s", lost, deadline.remaining())
+        log.warning("%s; looking for the server again for up to %.0f s", why_lost(lost), deadline.remaining())
         before, earlier = self._home.server_id, self._rendezvous
         self._home.close()
         self._home = self._open(deadline.remaining())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -9,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.request import urlopen
 
 import pytest
 from tests.wire import read_line, script, until
@@ -135,6 +137,22 @@ def test_an_agent_that_is_done_does_not_wait_for_one_that_is_gone(make: Make, ca
     with pytest.raises(DistStoreError):
         barrier(info.store, 2, "torchelastic/agent/terminal_state", barrier_timeout=10 * AMPLE_S)
     assert "no longer waiting for the other agents: b (" in caplog.text and "left" in caplog.text
+
+
+def test_agents_whose_server_was_killed_meet_at_another(make: Make, caplog: Any) -> None:
+    port = rallypoint.net.free_port("localhost")
+    one, two = make("2:2", port, node="a"), make("2:2", port, node="b")
+    together(one, two)
+    with urlopen(f"http://localhost:{port}/about", timeout=AMPLE_S) as page:
+        server = json.load(page)["pid"]
+    os.kill(server, signal.SIGKILL)
+    assert until(one.num_nodes_waiting, bool) and until(two.num_nodes_waiting, bool)
+    after = together(one, two)
+    assert sorted(info.rank for info in after) == [0, 1]
+    after[0].store.set("k", "v")
+    assert after[1].store.get("k") == b"v" and "looking for the server again" in caplog.text
+    with urlopen(f"http://localhost:{port}/about", timeout=AMPLE_S) as page:
+        os.kill(json.load(page)["pid"], signal.SIGTERM)
 
 
 def test_agents_that_are_done_pass_the_exit_barrier_together(make: Make) -> None:

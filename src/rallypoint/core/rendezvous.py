@@ -309,7 +309,7 @@ class Rendezvous(Machine, kw_only=True):
 
     def _no_place(self, name: str) -> Refused:
         """Refuse a node that is not to wait as a spare."""
-        return Refused("RunFull", {"member": name, "nodes": [*self.nodes, *self.finished]})
+        return Refused("RunFull", {"member": name, "nodes": list(self.ranks)})
 
     def _refusal(self, call_id: str) -> Refused:
         """Refuse a call whose run is over."""
