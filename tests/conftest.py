@@ -2,6 +2,9 @@
 
 `@pytest.mark.needs("torch")` skips a test where torch is missing. Where RALLYPOINT_REQUIRE lists the part, as in
 "torch,redis", the test fails instead, so that CI cannot pass by having skipped what it was built to check.
+
+A suite that nohup or a shell's `&` started ignores SIGINT, SIGHUP and SIGQUIT. An exec'd child inherits a signal that
+is ignored, but not one that has a handler: these get one here, before any test starts a process.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import importlib.util
 import os
 import re
 import shutil
+import signal
 import subprocess
 from collections import Counter
 from collections.abc import Callable
@@ -31,6 +35,18 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 settings.load_profile("rallypoint")
+
+
+def pytest_configure() -> None:
+    """Undo inherited "ignore this signal"; a hang-up still does not end the suite itself, as nohup asks."""
+    handlers = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGHUP: lambda *_: None,
+        signal.SIGQUIT: lambda *_: None,
+    }
+    for number, handler in handlers.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def _importable(module: str) -> bool:
