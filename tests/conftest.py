@@ -24,6 +24,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from tests.etcd.fixtures import etcd_cluster, etcd_url
 
+from rallypoint.elastic.cgroup import make_cgroup
 from rallypoint.etcd.member import find_binary
 
 __all__ = ["etcd_cluster", "etcd_url"]  # fixtures for tests in every folder
@@ -76,11 +77,19 @@ def _has_etcd() -> bool:
     return importlib.util.find_spec("grpc") is not None  # imported by whoever uses it, who has a say in how
 
 
+def _makes_cgroups() -> bool:
+    made = make_cgroup(f"rallypoint-probe-{os.getpid()}")
+    if made:
+        os.rmdir(made)
+    return bool(made)
+
+
 PARTS: dict[str, Callable[[], bool]] = {
     "torch": lambda: _importable("torch"),
     "redis": lambda: shutil.which("redis-server") is not None,
     "netns": _makes_namespaces,
     "etcd": _has_etcd,
+    "cgroup": _makes_cgroups,
 }
 """A part, and how to find out whether it is here."""
 

@@ -397,16 +397,33 @@ def test_a_log_dir_that_is_none_is_said(place: Place) -> None:
         assert node.end() == 2 and why in node.err and "--log-dir" in node.err
 
 
-def test_what_left_the_group_of_its_worker_ends_with_the_agent(place: Place) -> None:
-    code = """
-    import subprocess
-    say("child", subprocess.Popen(["sleep", "1000"], start_new_session=True).pid)
+DAEMON = """
+import subprocess
+daemon = "(env -i setsid sh -c 'echo daemon $$; exec sleep 1000' &)"  # no group, no parent, no environment
+subprocess.run(["sh", "-c", daemon], check=True)
+if sys.argv[1:]:
     sys.exit(int(sys.argv[1]))
-    """
+stay()
+"""
+
+
+def test_what_left_the_group_of_its_worker_ends_with_the_agent(place: Place) -> None:
     for exit_code in (0, 3):
-        node = place.run(place.script(code), exit_code)
+        node = place.run(place.script(DAEMON), exit_code)
         assert node.end() == exit_code
-        gone(int(node.until(r"^child (\d+)$")[0][1]))
+        gone(int(node.until(r"^daemon (\d+)$")[0][1]))
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGKILL", -9)])
+def test_what_left_the_group_of_its_worker_ends_with_an_agent_that_is_told_to_end(
+    place: Place, name: str, code: int
+) -> None:
+    node = place.run("--nproc-per-node=2", place.script(DAEMON))
+    daemons = [int(found[1]) for found in node.until(r"^daemon (\d+)$", 2)]
+    workers = node.up(0, 1, world=2)
+    node.signal(name)
+    assert node.child.wait(AMPLE_S) == code
+    gone(*daemons, *workers.values())
 
 
 def test_standard_streams_may_be_closed(place: Place) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import select
@@ -14,6 +15,7 @@ from pathlib import Path
 import pytest
 from tests.wire import AMPLE_S, read_line, script, until, wait_for_end
 
+from rallypoint.elastic import cgroup, reaper
 from rallypoint.elastic import warden as wardens
 from rallypoint.elastic.warden import MARK, Warden
 from rallypoint.elastic.workers import Worker, WorkerUnstartable, describe_exit, exit_code_of
@@ -249,21 +251,29 @@ from rallypoint.elastic.workers import Worker
 with_warden, bound, tell, command = sys.argv[1] == "1", sys.argv[2] == "1", sys.argv[3] == "1", sys.argv[4]
 if not bound:
     wardens._binder = lambda: ""
+if sys.argv[5] != "limit":
+    wardens._free_limit = lambda: None
+if sys.argv[5] != "cgroup":
+    wardens.cgroup.make_cgroup = lambda name: ""
 warden = Warden() if with_warden else None
 if not tell:
     warden.started = lambda group: None
 worker = Worker(["sh", "-c", command], os.environ, "node:0", 1, 2, warden)
 worker.start()
-print(worker.pid, warden.pid if warden else 0, flush=True)
+os.write(1, f"{worker.pid} {warden.pid if warden else 0}\\n".encode())
 time.sleep(1000)
 """
+DAEMON = "env -i setsid sh -c 'echo $$; exec sleep 1000'"
 WITH_CHILDREN = "sleep 1000 & sleep 1000 & jobs -p; wait"
 
 
-def agent_killed(command: str, children: int, **how: bool) -> tuple[list[int], int]:
-    """Start an agent with a worker, kill it, and return the pids of the worker and its children, and the warden's."""
+def agent_killed(command: str, children: int, net: str = "limit", **how: bool) -> tuple[list[int], int]:
+    """Start an agent with a worker, kill it, and return the pids of the worker and its children, and the warden's.
+
+    `net` is what the warden has beside the mark in the environment: `limit`, `cgroup`, or only `groups`.
+    """
     flags = [int(how.get(name, True)) for name in ("warden", "bound", "tell")]
-    with script(AGENT, *flags, command) as agent:
+    with script(AGENT, *flags, command, net) as agent:
         lines = [read_line(agent) for _ in range(1 + children)]
         (told,) = [line for line in lines if " " in line]
         worker, warden = map(int, told.split())
@@ -274,11 +284,43 @@ def agent_killed(command: str, children: int, **how: bool) -> tuple[list[int], i
     return pids, warden
 
 
+@pytest.mark.parametrize("net", ["limit", "groups"])
 @pytest.mark.parametrize("bound", [False, True])
-def test_a_worker_and_its_children_die_with_a_killed_agent(bound: bool) -> None:
-    pids, warden = agent_killed(WITH_CHILDREN, 2, bound=bound)
+def test_a_worker_and_its_children_die_with_a_killed_agent(bound: bool, net: str) -> None:
+    pids, warden = agent_killed(WITH_CHILDREN, 2, net, bound=bound)
     for pid in [*pids, warden]:
         wait_for_end(pid)
+
+
+@pytest.mark.parametrize("net", ["limit", pytest.param("cgroup", marks=pytest.mark.needs("cgroup"))])
+def test_a_daemon_without_group_parent_and_environment_dies_with_a_killed_agent(net: str) -> None:
+    pids, warden = agent_killed(f"({DAEMON} &); exec sleep 1000", 1, net)
+    for pid in [*pids, warden]:
+        wait_for_end(pid)
+
+
+def test_a_daemon_dies_with_a_killed_agent_whose_warden_was_killed_before() -> None:
+    """The agent has another by then, without having anything to tell it."""
+    with script(AGENT, 1, 1, 1, f"({DAEMON} &); exec sleep 1000", "limit") as agent:
+        told, daemon = sorted((read_line(agent), read_line(agent)), key=lambda line: " " not in line)
+        first = int(told.split()[1])
+        os.kill(first, signal.SIGKILL)
+        second = until(lambda: children_of(agent.pid, "/bin/sh") - {first}, lambda found: len(found) == 1)
+        agent.kill()
+        agent.wait(AMPLE_S)
+    for pid in [int(daemon), *second]:
+        wait_for_end(pid)
+
+
+def children_of(parent: int, program: str) -> set[int]:
+    """Return the living children of a process that run a program."""
+    found = set()
+    for task in Path(f"/proc/{parent}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for pid in (task / "children").read_text().split():
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(program.encode() + b"\0"):
+                    found.add(int(pid))
+    return found
 
 
 def test_a_worker_whom_the_warden_was_not_told_of_dies_too() -> None:
@@ -323,8 +365,13 @@ def test_a_worker_survives_the_thread_that_started_it() -> None:
 
 
 def test_a_warden_holds_nothing_of_its_agent(warden: Warden) -> None:
-    places = {os.readlink(f"/proc/{warden.pid}/fd/{n}") for n in os.listdir(f"/proc/{warden.pid}/fd")}
-    assert {place.partition(":")[0] for place in places} <= {"/dev/null", "pipe"}
+    def places() -> set[str]:
+        with contextlib.suppress(FileNotFoundError):  # it is loading its libraries
+            links = [os.readlink(f"/proc/{warden.pid}/fd/{n}") for n in os.listdir(f"/proc/{warden.pid}/fd")]
+            return {place.partition(":")[0] for place in links}
+        return {"unknown"}
+
+    until(places, lambda found: found <= {"/dev/null", "pipe"})
     assert os.getsid(warden.pid) == warden.pid
     assert os.readlink(f"/proc/{warden.pid}/cwd") == "/"
 
@@ -348,8 +395,17 @@ def test_a_worker_has_the_mark_of_its_warden(warden: Warden) -> None:
         assert run.line() == warden.mark
 
 
-def test_a_warden_forgets_a_group_that_is_closed(warden: Warden) -> None:
+@pytest.fixture
+def unmarked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A system where neither limits nor cgroups tell what workers have started."""
+    monkeypatch.setattr(wardens, "_free_limit", lambda: None)
+    monkeypatch.setattr(cgroup, "make_cgroup", lambda name: "")
+
+
+@pytest.mark.usefixtures("unmarked")
+def test_a_warden_forgets_a_group_that_is_closed() -> None:
     """A stranger's group could have its number by then: here, one that is told to be gone and is not."""
+    warden = Warden()
     with Run(*SLEEP) as one, Run(*SLEEP) as two, Run(*SLEEP) as three:
         for run in (one, two, three):
             warden.started(run.worker.pid)
@@ -361,7 +417,9 @@ def test_a_warden_forgets_a_group_that_is_closed(warden: Warden) -> None:
         assert two.worker.poll() is None
 
 
-def test_another_takes_the_place_of_a_warden_that_was_killed(warden: Warden) -> None:
+@pytest.mark.usefixtures("unmarked")
+def test_another_takes_the_place_of_a_warden_that_was_killed() -> None:
+    warden = Warden()
     with Run(*SLEEP) as one, Run(*SLEEP) as two:
         first = warden.pid
         warden.started(one.worker.pid)
@@ -372,6 +430,71 @@ def test_another_takes_the_place_of_a_warden_that_was_killed(warden: Warden) -> 
         warden._pipe.close()
         warden._child.wait(AMPLE_S)
         assert (one.end(), two.end()) == (-signal.SIGKILL, -signal.SIGKILL)
+
+
+def test_where_groups_are_not_all_there_is_none_is_killed_by_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be that of a stranger: here, of a group that is told and has no mark."""
+    monkeypatch.setattr(cgroup, "make_cgroup", lambda name: "")
+    warden = Warden()
+    with Run(*SLEEP) as stranger, Run(*SLEEP, warden=warden) as worker:
+        warden.started(stranger.worker.pid)
+        warden.close()
+        assert worker.end() == -signal.SIGKILL
+        assert stranger.worker.poll() is None
+
+
+def test_a_warden_that_was_killed_a_moment_before_the_end_is_replaced_for_its_duty() -> None:
+    warden = Warden()
+    with Run("sh", "-c", f"({DAEMON} &); exec sleep 1000", warden=warden) as run, warden._lock:
+        daemon = int(run.line())
+        os.kill(warden.pid, signal.SIGKILL)
+        wait_for_end(warden.pid)
+        warden.close()
+        assert gone(daemon) and run.end() == -signal.SIGKILL
+
+
+@pytest.mark.needs("cgroup")
+def test_an_agent_that_does_not_get_out_of_its_cgroup_is_not_killed_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    warden, place = Warden(), Path("/proc/self/cgroup").read_text()
+    made = warden._cgroup
+    with monkeypatch.context() as patch:
+        patch.setattr(cgroup, "leave", lambda cgroup: False)
+        with Run(*SLEEP, warden=warden) as run:
+            warden.close()
+            assert run.end() == -signal.SIGKILL
+    assert cgroup.leave(made) and Path("/proc/self/cgroup").read_text() == place
+    os.rmdir(made)
+
+
+@pytest.mark.needs("cgroup")
+def test_a_cgroup_goes_with_its_warden() -> None:
+    warden = Warden()
+    assert os.path.isdir(warden._cgroup)
+    with Run(*SLEEP, warden=warden) as run:
+        assert str(run.worker.pid) in Path(warden._cgroup, "cgroup.procs").read_text().split()
+        os.mkdir(f"{warden._cgroup}/of-a-worker")
+        warden.close()
+        assert run.end() == -signal.SIGKILL
+    assert not os.path.exists(warden._cgroup)
+
+
+def test_this_process_is_not_marked_by_starting_what_is() -> None:
+    before = Path("/proc/self/limits").read_text()
+    warden = Warden()
+    with Run("grep", "locks", "/proc/self/limits", warden=warden) as run:
+        assert run.line().split()[3] == str(warden._limit)
+    assert Path("/proc/self/limits").read_text() == before
+    warden.close()
+
+
+def test_a_number_that_passed_to_a_stranger_is_not_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process is looked at once more when it cannot change any more: here, it has changed."""
+    looks = iter([True, False])
+    with Run(*SLEEP) as stranger:
+        monkeypatch.setattr(reaper, "_others", lambda: [stranger.worker.pid])
+        monkeypatch.setattr(reaper, "is_marked", lambda *_: next(looks))
+        reaper.reap("NO=1", "1")
+        assert stranger.worker.poll() is None
 
 
 def test_a_warden_removes_the_scratch_of_its_agent_and_no_more(tmp_path: Path) -> None:

@@ -95,15 +95,18 @@ class Worker:
             raise ValueError(f"worker {self.label} was started already")
         _keep_the_dead()
         mark = {} if self._warden is None else {MARK: self._warden.mark}
+        marking = contextlib.nullcontext() if self._warden is None else self._warden.marking()
         try:
-            self._popen = subprocess.Popen(
-                bound(self.command, self._environment),
-                stdin=subprocess.DEVNULL,
-                stdout=self._stdout,
-                stderr=self._stderr,
-                env={**self._environment, **mark},
-                start_new_session=True,
-            )
+            command = bound(self.command, self._environment)
+            with marking:
+                self._popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=self._stdout,
+                    stderr=self._stderr,
+                    env={**self._environment, **mark},
+                    start_new_session=True,
+                )
         except (OSError, ValueError, IndexError) as error:
             why = (error.strerror if isinstance(error, OSError) else "") or str(error)
             raise WorkerUnstartable(command=self.command, why=why if self.command else "it is empty") from error
