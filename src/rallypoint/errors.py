@@ -43,6 +43,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from rallypoint.text import printable
+
 __all__ = [
     "RallypointError",
     "StoreError",
@@ -104,7 +106,7 @@ class RallypointError(RuntimeError):
     """Anything that rallypoint reports about a job, as opposed to misuse of its functions."""
 
     def __init__(self, sentence: str, **fields: Any) -> None:
-        super().__init__(sentence)
+        super().__init__(printable(sentence))  # a field may be a peer's text, and stays as it is
         self.__dict__.update(fields)
 
     def __str__(self) -> str:

@@ -48,6 +48,7 @@ from rallypoint.elastic.watch import Change
 from rallypoint.errors import ConnectFailed, MembersMissing, NetworkError, RallypointError, RunClosed, StoreTimeout
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.store.base import Store
+from rallypoint.text import printable
 from rallypoint.torch import TorchStore
 
 __all__ = ["RoundStore", "TorchrunHandler", "create_handler", "handler"]
@@ -118,7 +119,7 @@ class RoundStore(TorchStore):
                 return super().wait(keys, min(deadline.remaining(), LOOK_S))
             except StoreTimeout as error:
                 if over:
-                    log.warning("no longer waiting for the other agents: %s", self._change.reason)
+                    log.warning("no longer waiting for the other agents: %s", printable(self._change.reason))
                 if over or deadline.expired():
                     raise error from None
 
@@ -194,7 +195,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             raise RendezvousConnectionError(str(error)) from error
         except RallypointError as error:
             raise RendezvousError(str(error)) from error
-        log.info("%r: %s", found, found.reason)
+        log.info("%r: %s", found, printable(found.reason))
         self._store = RoundStore(found.store, self._rendezvous.changed)
         self._store.set_timeout(timedelta(seconds=self._read_s))
         info = RendezvousStoreInfo(*door)
@@ -214,7 +215,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         change = self._rendezvous.changed
         over = (change.reason or "it was left") if change.is_set() else self._round is not None and self._home.lost()
         if over:
-            log.warning("the round is over: %s", over)
+            log.warning("the round is over: %s", printable(over))
         return int(bool(over))
 
     def get_run_id(self) -> str:
@@ -288,7 +289,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
 
 
 def _say(waiting: Waiting) -> None:
-    log.warning("waiting for %.0f s: %s", waiting.waited_s, waiting.reason)
+    log.warning("waiting for %.0f s: %s", waiting.waited_s, printable(waiting.reason))
 
 
 def _say_in_vain(error: ConnectFailed) -> None:

@@ -155,6 +155,14 @@ def test_agents_whose_server_was_killed_meet_at_another(make: Make, caplog: Any)
         os.kill(json.load(page)["pid"], signal.SIGTERM)
 
 
+def test_the_name_of_another_node_is_logged_and_not_obeyed(make: Make, caplog: Any) -> None:
+    one, two = make("2:2", node="a"), make("2:2", node="b\x1b[2J\nFORGED")
+    together(one, two)
+    two.shutdown()
+    until(one.num_nodes_waiting, bool)
+    assert r"b\x1b[2J\nFORGED" in caplog.text and "\x1b" not in caplog.text and "\nFORGED" not in caplog.text
+
+
 def test_agents_that_are_done_pass_the_exit_barrier_together(make: Make) -> None:
     from torch.distributed.elastic.utils.store import barrier
 

@@ -25,6 +25,7 @@ import click
 import rallypoint
 from rallypoint.cli import COMMANDS
 from rallypoint.store.url import parse_url
+from rallypoint.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.core.machine import Waiting
@@ -185,14 +186,11 @@ def text(value: bytes) -> str | None:
 def line(value: bytes | str) -> str:
     """Return a value as one line for people; the newline at its end, if any, is left out."""
     decoded = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
-    shown = (
-        char if char.isprintable() else char.encode("unicode_escape").decode() for char in decoded.removesuffix("\n")
-    )
-    return "".join(shown)
+    return printable(decoded.removesuffix("\n"))
 
 
 def teller(verbose: bool) -> Callable[[Waiting], None] | None:
     """Return what says on standard error why a command waits, if anybody wants to know."""
     if not verbose and not sys.stderr.isatty():
         return None
-    return lambda waiting: click.echo(f"waiting: {waiting.reason}", err=True)
+    return lambda waiting: click.echo(f"waiting: {printable(waiting.reason)}", err=True)

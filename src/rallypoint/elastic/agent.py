@@ -76,10 +76,11 @@ class Agent:
                 self._events.say("signal", f"{caught.name} while {self._meeting.waits_for}")
                 return 128 + int(signal.Signals[caught.name])
             except RallypointError as error:
-                words = in_words(error, self._came)
+                words, text = in_words(error, self._came), ""
             except Exception:
                 words = f"a fault of the launcher itself:\n{traceback.format_exc().rstrip()}"
-            self._events.fail("error", words)
+                text = f"rallypoint run: {words}"
+            self._events.fail("error", words, text)
             self._meeting.failed = words
             self._stop()
             return 1

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from rallypoint.errors import RallypointError
+from rallypoint.text import printable
 
 __all__ = ["Events"]
 
@@ -47,14 +48,14 @@ class Events:
         if self._json:
             self._as_json(event, words, facts)
         elif to_people and not self._quiet:
-            self._show(f"rallypoint run: {words}")
+            self._show(f"rallypoint run: {printable(words)}")
 
     def fail(self, event: str, words: str, text: str = "", **facts: Any) -> None:
         """Tell what must be read, however quiet the agent is; to people as `text`, if there is one."""
         if self._json:
             self._as_json(event, words, facts)
         else:
-            self._show(text or f"rallypoint run: {words}")
+            self._show(printable(text, keep="\n\t") or f"rallypoint run: {printable(words)}")
 
     def waits(self, words: str) -> None:
         """Tell what is waited for, now and then; not on a terminal, where there is a line of it."""
@@ -85,7 +86,7 @@ def _show_status(look: Callable[[], str], over: threading.Event) -> None:
     began_at, shown = time.monotonic(), False
     with contextlib.suppress(RallypointError):
         while not over.wait(STATUS_S):
-            words = f"rallypoint run: this node has waited {time.monotonic() - began_at:.0f} s: {look()}"
+            words = f"rallypoint run: this node has waited {time.monotonic() - began_at:.0f} s: {printable(look())}"
             _write(f"\r\033[K{words[: _columns()]}")
             shown = True
     if shown:

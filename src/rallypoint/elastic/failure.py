@@ -26,6 +26,7 @@ import msgspec
 
 from rallypoint.elastic.stream import last_lines
 from rallypoint.elastic.workers import describe_exit
+from rallypoint.text import printable
 
 __all__ = ["ERROR_FILE", "Failure", "Failures", "earliest", "failure_of", "read", "report", "server_failure", "write"]
 
@@ -43,7 +44,7 @@ RULE = "=" * 80
 
 _HEADER = re.compile(r"(?P<prefix>.*?)(Traceback \(most recent call last\):|Fatal Python error: .*)$")
 _LINK = re.compile(r"(During handling of the above exception|The above exception was the direct cause)")
-_UNFIT = re.compile(r"\x1b\[[0-9;]*m|[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SYNTAX = re.compile(r'  File ".*", line \d+$')
 
 
@@ -86,9 +87,9 @@ class Failure(msgspec.Struct, frozen=True, kw_only=True):
         """Say it in one line."""
         first = self.message.strip().partition("\n")[0]
         if self.rank < 0:
-            return f"{self.node}: {first}"
+            return printable(f"{self.node}: {first}")
         cause = "" if first in ("", self.how) else f": {first}"
-        return f"rank {self.rank} on {self.node} (pid {self.pid}) failed: {self.how}{cause}"
+        return printable(f"rank {self.rank} on {self.node} (pid {self.pid}) failed: {self.how}{cause}")
 
 
 class Failures(msgspec.Struct, frozen=True):
@@ -171,7 +172,7 @@ def report(first: Failure, others: Sequence[Failure] = ()) -> str:
         "time": first.at,
     }
     lines = [RULE, f"FAILED FIRST: {first.message.rstrip()}"]
-    lines += [f"  {name:<5} {value}" for name, value in facts.items()]
+    lines += [f"  {name:<5} {printable(value)}" for name, value in facts.items()]
     if first.traceback:
         lines += ["", *first.traceback.rstrip().splitlines()]
     shown = {line.strip() for line in first.traceback.splitlines()}
@@ -282,11 +283,6 @@ def _without(line: str, prefix: str) -> str:
     return line.removeprefix(prefix) if line.startswith(prefix) else line.removeprefix(prefix.rstrip())
 
 
-def _shown(unfit: re.Match[str]) -> str:
-    """Show what cannot be printed; a change of colour is passed over."""
-    return "" if unfit[0].endswith("m") else unfit[0].encode("unicode_escape").decode()
-
-
 def _bare(line: str) -> str:
     """Return a line without a prefix in brackets, as PyTorch puts before those of a traceback."""
     return re.sub(r"^\[\w+\]:", "", line).strip()
@@ -294,5 +290,5 @@ def _bare(line: str) -> str:
 
 def _cut(text: str) -> str:
     """Return a text without what a terminal would obey or nobody can encode, and not too long."""
-    half, text = MAX_TEXT // 2, _UNFIT.sub(_shown, text)
+    half, text = MAX_TEXT // 2, printable(_COLOUR.sub("", text), keep="\n\t")
     return text if len(text) <= MAX_TEXT else f"{text[:half]}\n[...]\n{text[-half:]}"

@@ -28,6 +28,7 @@ from rallypoint.errors import NameTaken, RallypointError, RunFull, Unsupported
 from rallypoint.recipes.hosting import Object, Progress, Recipe
 from rallypoint.store.base import Store
 from rallypoint.store.prefix import PrefixStore
+from rallypoint.text import printable
 
 __all__ = ["Node", "Rendezvous", "Round", "Status"]
 
@@ -226,7 +227,7 @@ class Rendezvous(Recipe):
 
     def _say_why(self, why: str) -> None:
         if self._progress is None:
-            log.warning("a node has to wait: %s", why)
+            log.warning("a node has to wait: %s", printable(why))
         else:
             self._progress(Waiting(why))
 

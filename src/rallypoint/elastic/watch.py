@@ -12,6 +12,7 @@ from rallypoint.core.machine import Done
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.errors import RallypointError
 from rallypoint.recipes.hosting import PROGRESS_S, Object
+from rallypoint.text import printable
 
 __all__ = ["Change", "Watch"]
 
@@ -46,7 +47,7 @@ class Change:
             try:
                 self._callback(reason)
             except Exception:
-                log.exception("on_change of a rendezvous failed; the round is over: %s", reason)
+                log.exception("on_change of a rendezvous failed; the round is over: %s", printable(reason))
 
     def dismiss(self, reason: str) -> None:
         """Let go whoever waits, for this node itself goes on; nobody is called."""

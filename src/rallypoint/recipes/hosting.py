@@ -21,6 +21,7 @@ from rallypoint.core.machine import Command, Done, Machine, Refused, Undo, Waiti
 from rallypoint.deadline import Deadline
 from rallypoint.errors import MeetingError, MembersMissing, RallypointError
 from rallypoint.store.base import Store
+from rallypoint.text import printable
 
 __all__ = ["Host", "Object", "ObjectStatistics", "Progress", "Recipe", "host_of"]
 
@@ -189,7 +190,8 @@ class Object:
         if progress is not None:
             progress(waiting)
         else:
-            log.info("%s, member %s has waited %.0f s: %s", self.thing, member, waiting.waited_s, waiting.reason)
+            words = printable(f"member {member} has waited {waiting.waited_s:.0f} s: {waiting.reason}")
+            log.info("%s, %s", self.thing, words)
 
     def _refused(self, outcome: Refused) -> NoReturn:
         if outcome.error == "Undone":

@@ -28,6 +28,7 @@ from rallypoint.server.connection import Connection, Face
 from rallypoint.server.doors import Doors
 from rallypoint.server.guests import Guests, describe
 from rallypoint.server.settings import Settings
+from rallypoint.text import printable
 
 __all__ = ["House"]
 
@@ -250,7 +251,7 @@ class House:
         if host not in self._complaints:
             if len(self._complaints) == COMPLAINTS_KEPT:
                 return  # so many addresses are an attack, and the log is not to grow with it
-            log.warning("dropped %s: %s (further ones from this address are not logged)", peer, why)
+            log.warning("dropped %s: %s (further ones from this address are not logged)", peer, printable(why))
         self._complaints[host] = self._complaints.get(host, 0) + 1
 
     # Inside

@@ -17,6 +17,7 @@ import h11
 
 from rallypoint.errors import AddressTaken
 from rallypoint.server.doors import TooLate, TooMany
+from rallypoint.text import printable
 
 if TYPE_CHECKING:
     from rallypoint.server.connection import Connection
@@ -153,7 +154,7 @@ def _page(facts: dict[str, Any]) -> str:
     clients = [f"{client['peer']} speaks {client['speaks']}" for client in facts["clients"]]
     if facts["more_clients"]:
         clients.append(f"and {facts['more_clients']} more")
-    items = "".join(f"<li>{html.escape(client)}</li>" for client in clients)
+    items = "".join(f"<li>{html.escape(printable(client))}</li>" for client in clients)
     return _PAGE.format(version=facts["version"], pid=facts["pid"], engine=_engine(facts), rows=rows, clients=items)
 
 

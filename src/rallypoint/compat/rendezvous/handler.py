@@ -47,6 +47,7 @@ from rallypoint.core.rendezvous import Close, Join, Leave, Look, Withdraw
 from rallypoint.deadline import Deadline
 from rallypoint.errors import MembersMissing, NameTaken, NetworkError, RallypointError, RunClosed, SessionLost
 from rallypoint.recipes.hosting import Object
+from rallypoint.text import printable
 
 __all__ = ["DynamicRendezvousHandler", "create_handler"]
 
@@ -182,7 +183,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
         waiting = len(status["waiting"]) - len(status["spares"])
         if self._place is None or not self._is_over(status):
             return waiting
-        log.info("round %d is over: %s", self._place.number, status["over"] or "another one has been formed")
+        why = printable(status["over"] or "another one has been formed")
+        log.info("round %d is over: %s", self._place.number, why)
         return max(1, waiting)
 
     def get_run_id(self) -> str:
@@ -222,7 +224,9 @@ class DynamicRendezvousHandler(RendezvousHandler):
                 log.warning("%s comes again: %s", self._node, lost)
         self._place = _Place(*told)
         self._command.run = self._place.run
-        log.info("%s is rank %d of %d: %s", self._name, self._place.rank, self._place.size, self._place.reason)
+        log.info(
+            "%s is rank %d of %d: %s", self._name, self._place.rank, self._place.size, printable(self._place.reason)
+        )
         return self._place
 
     def _start_of_workers(self, place: _Place, store: Any) -> RendezvousStoreInfo | None:
@@ -265,7 +269,8 @@ class DynamicRendezvousHandler(RendezvousHandler):
             raise RendezvousTimeoutError(str(error)) from error
         except RunClosed as error:
             kind = RendezvousGracefulExitError if self._host.stands_by else RendezvousClosedError
-            raise kind(f"the rendezvous {self._settings.run_id!r} has {error.result}: {error.reason}") from error
+            words = f"the rendezvous {self._settings.run_id!r} has {error.result}: {error.reason}"
+            raise kind(printable(words)) from error
         except NetworkError as error:
             raise RendezvousConnectionError(str(error)) from error
         except RallypointError as error:
@@ -296,4 +301,4 @@ def create_handler(store: Any, backend: RendezvousBackend, params: RendezvousPar
 
 
 def _say(waiting: Waiting) -> None:
-    log.info("waiting for %.0f s: %s", waiting.waited_s, waiting.reason)
+    log.info("waiting for %.0f s: %s", waiting.waited_s, printable(waiting.reason))
