@@ -444,12 +444,23 @@ def test_a_command_that_waits_for_a_lock_and_is_told_to_end_gets_out_of_line(sta
         assert server.statistics()["objects"] == {}
 
 
-def test_ctrl_c_while_it_starts_ends_it_in_silence(tmp_path: Path) -> None:
-    (tmp_path / "click.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport nothing")
+INSTALLED = Path(sys.executable).with_name("rallypoint")
+
+
+@pytest.mark.parametrize("module", ["click", "msgspec"])
+@pytest.mark.parametrize("command", [[sys.executable, "-m", "rallypoint"], [str(INSTALLED)]])
+def test_ctrl_c_while_it_starts_ends_it_in_silence(tmp_path: Path, module: str, command: list[str]) -> None:
+    """The package itself imports msgspec, the command imports click."""
+    (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\nimport nothing")
     paths = [str(tmp_path), *sys.path]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = run("ls", env=env)
+    done = subprocess.run([*command, "ls"], env=env, capture_output=True, timeout=AMPLE_S)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, b"", b""), "which a shell shows as 130"
+
+
+def test_ctrl_c_is_an_exception_for_programs_that_import_the_package() -> None:
+    code = "import rallypoint, signal; print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=AMPLE_S).stdout == b"True\n"
 
 
 def test_help_is_light() -> None:

@@ -25,6 +25,15 @@ Every error is a `RallypointError` with its facts as fields. PyTorch's own names
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]  # in the interpreter: `signal` would first have to be found
+import sys
+
+if _signal.getsignal(2) is _signal.default_int_handler and (
+    ("-m", "rallypoint") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
+    or "".join(sys.argv[:1]).rpartition("/")[2] == "rallypoint"
+):
+    _signal.signal(2, _signal.SIG_DFL)  # the command is being imported: see `rallypoint.__main__`
+
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.records import Swap

@@ -1,8 +1,8 @@
 """`python -m rallypoint`, and `rallypoint`: the command line.
 
-While it is imported, a Ctrl-C ends the process as it does a program in C, without a traceback; from when a command
-begins, it is a KeyboardInterrupt (`rallypoint.cli`). What Python itself does before, the import of the package
-included, is out of our hands.
+While it is imported, the package included (`rallypoint/__init__.py` begins with it), a Ctrl-C ends the process as it
+does a program in C, without a traceback; from when a command begins until it has ended, it is a KeyboardInterrupt
+(`rallypoint.cli`). What Python itself does before that, for some milliseconds, is out of our hands.
 """
 
 import signal

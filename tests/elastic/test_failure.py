@@ -159,6 +159,19 @@ def test_the_error_file_of_torch_is_read(tmp_path: Path) -> None:
     assert found.summary().endswith(": ValueError: boom")
 
 
+@pytest.mark.needs("torch")
+def test_what_a_script_with_an_error_file_printed_beside_its_traceback_is_shown_whole(tmp_path: Path) -> None:
+    """Python prints it from other frames, and so from other lines, than PyTorch writes it."""
+    deep = "    def f(n): return f(n - 1) + 1 if n else 1 / 0\n    print('before', file=sys.stderr)\n    f(2)"
+    code = RECORD.replace('    raise ValueError("boom\\nline two")', deep)
+    path = tmp_path / "error.json"
+    env = {**os.environ, failure.ERROR_FILE: str(path)}
+    done = subprocess.run([sys.executable, "-c", code], env=env, stderr=subprocess.PIPE)
+    found = made(1, done.stderr + b"\nafter\n", error_file=path)
+    assert found.message == "ZeroDivisionError: division by zero" and found.stderr == ("before", "", "after")
+    assert "  the last of its standard error:\n  | before\n  | \n  | after\n" in report(found)
+
+
 @pytest.mark.parametrize(
     ("text", "message", "traceback"),
     [

@@ -58,6 +58,7 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # so it was while we were imported
             signal.signal(signal.SIGINT, signal.default_int_handler)
+            ctx.call_on_close(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # and is while Python ends
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

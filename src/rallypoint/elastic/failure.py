@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from rallypoint.elastic.stream import last_lines
+from rallypoint.elastic.stream import KEPT_LINES, last_lines
 from rallypoint.elastic.workers import describe_exit
 from rallypoint.text import printable
 
@@ -116,11 +116,11 @@ def failure_of(
     `code` is None for one that wrote its error file and has not ended yet: Python would end it with 1.
     """
     how = "an error on record, and still on its way out" if code is None else describe_exit(code)
-    told = _told(error_file)
+    told, found, lines = _told(error_file), _last_traceback(stderr.decode(errors="replace")), last_lines(stderr)
     if told is None:
-        found = _last_traceback(stderr.decode(errors="replace"))
         told = _Cause(found.message if (code or 0) > 0 else "", found.traceback)
-    lines = last_lines(stderr)
+    elif found.message and told.message.startswith(found.message):  # the same once more, from other frames
+        lines = found.around[-KEPT_LINES:]
     last = next((line.strip() for line in reversed(lines) if line.strip()), "") if (code or 0) > 0 else ""
     return Failure(
         node=node,
@@ -212,6 +212,8 @@ class _Cause(NamedTuple):
     message: str
     traceback: str
     at: float = 0.0
+    around: tuple[str, ...] = ()
+    """What was printed before and after the traceback."""
 
 
 def _told(path: Path | None) -> _Cause | None:
@@ -249,6 +251,7 @@ def _last_traceback(text: str) -> _Cause:
     """Find the last traceback in what was printed, with the exceptions that it is said to come from."""
     lines = text.splitlines()
     message, block, before = "", [""] * 0, len(lines)
+    after: list[str] = []
     for at in reversed(range(len(lines))):
         header = _HEADER.match(lines[at]) or (None if block else _SYNTAX.match(lines[at]))
         if header is None or at >= before:
@@ -258,12 +261,12 @@ def _last_traceback(text: str) -> _Cause:
         if not block:
             if not said:
                 continue  # it was cut off, or is no traceback
-            message = said
+            message, after = said, lines[at + end :]
         elif not any(_LINK.match(_without(line, prefix)) for line in lines[at + end : before]):
             break
         block = [_without(line, prefix) for line in lines[at : at + end if not block else before]] + block
         before = at
-    return _Cause(message, "\n".join(block))
+    return _Cause(message, "\n".join(block), around=(*lines[:before], *after))
 
 
 def _body(lines: Sequence[str]) -> tuple[str, int]:
