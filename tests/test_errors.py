@@ -21,6 +21,7 @@ from rallypoint.errors import (
     ConnectionLost,
     CorruptFile,
     Disagreement,
+    DiskFull,
     EtcdRefused,
     LimitExceeded,
     MeetingError,
@@ -127,6 +128,7 @@ SAMPLES: list[Sample] = [
         why="no",
     ),
     sample(StoreClosed, ["memory://1 was closed"], StoreError, store="memory://1"),
+    sample(DiskFull, ["/tmp/s", "No space", "quota", "ulimit"], OSError, path="/tmp/s", why="No space left", number=28),
     sample(CorruptFile, ["/tmp/s", "byte 12", "bad length"], StoreError, path="/tmp/s", offset=12, why="bad length"),
     sample(
         ConnectFailed,
@@ -339,6 +341,11 @@ def test_a_long_name_or_value_is_cut_in_the_sentence() -> None:
     assert len(str(QueueEmpty(key="k" * 8000, store="s"))) < 300
     assert len(str(NotAnInteger(key="k", value=b"x" * 8_000_000))) < 300
     assert len(NotAnInteger(key="k", value=b"x" * 8_000_000).value) == 1024
+
+
+def test_a_full_disk_is_an_error_as_the_system_gives_it() -> None:
+    error = pickle.loads(pickle.dumps(DiskFull(path="/tmp/s", why="No space left", number=28)))
+    assert (error.errno, error.filename, error.strerror) == (28, "/tmp/s", "No space left")
 
 
 def test_one_key_is_not_counted() -> None:

@@ -72,7 +72,7 @@ LARGE: dict[str, tuple[int, str]] = {
         "all store semantics, once: operations, waits and wake-ups change the same few tables and are read together",
     ),
     "src/rallypoint/errors.py": (
-        605,
+        640,
         "the whole tree of errors, to be read as one: which class is under which is its point",
     ),
     "src/rallypoint/core/rendezvous.py": (
@@ -95,6 +95,7 @@ LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/elastic/agent.py": (395, "one loop: what may happen to a node, and what is done about each"),
     "src/rallypoint/elastic/rendezvous.py": (335, "the whole of the public class: joining, watching, leaving, closing"),
     "src/rallypoint/torchrun.py": (335, "the whole plug-in: what torchrun calls, and the store that it gets"),
+    "src/rallypoint/store/filelog.py": (310, "one file: its locks, its log, and every step of a compaction"),
     "src/rallypoint/store/base.py": (450, "the whole Store interface, with its docstrings"),
 }
 """Modules past SOFT_LINES: how many lines each may have, and why it is not two modules."""

@@ -14,6 +14,7 @@ launcher may send it to another process. `except` clauses choose by whose fault 
     │   ├── Unsupported        also a NotImplementedError: this kind of store cannot do it
     │   ├── StoreClosed        the store was closed by its own side
     │   ├── CorruptFile        a FileStore's file is not one
+    │   ├── DiskFull           also an OSError: a FileStore's file cannot grow
     │   ├── EtcdRefused        etcd would not do it: its quota, its limits, a user's rights
     │   └── MeetingError       the members of a barrier, an exchange, a lock or a group do not come together
     │       ├── MembersMissing     also a TimeoutError: not all came in time
@@ -40,6 +41,7 @@ Misuse (a wrong type, a bad port number) is a plain `TypeError` or `ValueError`.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -57,6 +59,7 @@ __all__ = [
     "Unsupported",
     "StoreClosed",
     "CorruptFile",
+    "DiskFull",
     "MeetingError",
     "MembersMissing",
     "MembersLost",
@@ -288,6 +291,27 @@ class CorruptFile(StoreError):
         )
 
 
+class DiskFull(StoreError, OSError):
+    """A FileStore's file cannot grow: no space, a quota, a limit (`number` is the errno). The store is as it was."""
+
+    path: str
+    why: str
+    number: int
+
+    def __init__(self, *, path: str, why: str, number: int) -> None:
+        super().__init__(
+            f"{path} cannot grow: {why}. Nothing was changed. Free space on its file system, raise the user's quota or "
+            f"limit of file sizes (ulimit -f), or put the store elsewhere",
+            path=path,
+            why=why,
+            number=number,
+        )
+        self.errno, self.filename, self.strerror = number, path, why
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), path=self.path, why=self.why, number=self.number), (), self.__dict__
+
+
 class MeetingError(StoreError):
     """Members of a shared object (`thing` names it) do not come together."""
 
@@ -311,10 +335,11 @@ class MembersMissing(MeetingError, TimeoutError):
         timeout_s: float,
         reason: str,
         withdrawn: Sequence[str] = (),
+        advice: str = "",
     ) -> None:
+        advice = advice or "Look at the missing: are they running, and do they use the same store and name?"
         super().__init__(
-            f"{thing} timed out for member {member} after {timeout_s:g} s: {reason}. "
-            f"Look at the missing: are they running, and do they use the same store and name?",
+            f"{thing} timed out for member {member} after {timeout_s:g} s: {reason}. {advice}",
             thing=thing,
             member=member,
             missing=tuple(missing),

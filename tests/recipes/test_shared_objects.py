@@ -239,8 +239,9 @@ def test_a_lock_has_one_holder_and_fences_that_grow(open_store: Open) -> None:
 
 
 def test_who_waits_too_long_for_a_lock_hears_who_holds_it(open_store: Open) -> None:
-    with Lock(open_store(), "token", member="ann"), pytest.raises(MembersMissing, match="held by ann"):
+    with Lock(open_store(), "token", member="ann"), pytest.raises(MembersMissing, match="held by ann") as late:
         Lock(open_store(), "token", member="bob").acquire(0.1)
+    assert "Look at its holder" in str(late.value) and "Look at the missing" not in str(late.value)
     with Lock(open_store(), "token"):
         pass
 

@@ -39,7 +39,7 @@ LONG_S = 60.0
 
 PRELUDE = f"""
 import os, signal, sys
-from rallypoint import FileStore
+from rallypoint import DiskFull, FileStore
 from rallypoint.store import file, filehub, filelog, follower
 
 def say(*what, sep=' '): os.write(1, (sep.join(map(str, what)) + chr(10)).encode())
@@ -203,15 +203,33 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_does_no_harm(
             try:
                 store.set(key, value)
                 say("done")
-            except OSError as error:
+            except DiskFull as error:
                 same = os.path.getsize(sys.argv[1]) == before
                 say(type(error).__name__, error.filename == sys.argv[1], same, store.check([key]))
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         store.set("after", "3")
     """)
-    assert [child.hear() for _ in range(3)] == ["OSError True True False", "done", "OSError True True False"]
+    assert [child.hear() for _ in range(3)] == ["DiskFull True True False", "done", "DiskFull True True False"]
     assert store.multi_get(["before", "small", "after"]) == [b"1", b"2", b"3"]
     assert not store.check(["large"])
+
+
+def test_a_disk_that_is_full_when_a_store_is_opened_leaves_an_empty_file(path: str, start: Start) -> None:
+    """Which is a new store for whoever comes when there is room; a part of a header would be none."""
+    child = start("""
+        import resource
+        hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (5, hard))
+        try:
+            opened()
+        except DiskFull as error:
+            say(error.path == sys.argv[1], os.path.getsize(sys.argv[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+        store = opened()
+        store.set("key", "value")
+        say(store.get("key"))
+    """)
+    assert [child.hear(), child.hear()] == ["True 0", "b'value'"]
 
 
 def test_a_file_that_is_removed_or_damaged_in_use_is_noticed_also_by_who_waits(

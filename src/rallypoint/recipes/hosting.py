@@ -30,6 +30,9 @@ log = logging.getLogger("rallypoint")
 PROGRESS_S = 10.0
 """How often a wait says why it waits."""
 
+ADVICE = {"lock": "Look at its holder: does it run, and will it release the lock?"}
+"""What to do about a time-out where nobody is missing, by kind of object."""
+
 Progress = Callable[[Waiting], object]
 """What is called now and then while a call waits."""
 
@@ -145,6 +148,7 @@ class Object:
             withdrawn=outcome.withdrawn,
             timeout_s=deadline.timeout_s,
             reason=outcome.reason,
+            advice=ADVICE.get(self.kind, ""),
         )
 
     def _carry_through(

@@ -256,8 +256,8 @@ class FileStore(Store):
     """A store in a file that all its processes see, on one machine or on several that share a file system.
 
     An empty or missing file is a new store. `world_size` is kept for PyTorch's sake and not needed: who is here is
-    known by locks on the file. Raises OSError that names the path, CorruptFile for a file that no FileStore wrote, and
-    StoreTimeout where another process keeps the file locked for longer than `timeout`.
+    known by locks on the file. Raises OSError that names the path (DiskFull where the file cannot grow), CorruptFile
+    for a file that no FileStore wrote, StoreTimeout where another process keeps it locked for longer than `timeout`.
     """
 
     def __init__(

@@ -33,12 +33,14 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from rallypoint.core.log import HEADER_BYTES, MAGIC, PADDING, Header, frame, scan
-from rallypoint.errors import CorruptFile
+from rallypoint.errors import CorruptFile, DiskFull
 
 __all__ = ["LogFile", "Tail"]
 
 MUTEX = 1 << 62
 FIRST_MEMBER = MUTEX + 1
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+"""What the system says where a file cannot grow."""
 
 _CHUNK_BYTES, _LARGE_CHUNK_BYTES = 1 << 14, 1 << 20
 _FLOCK = struct.Struct("@hhqqi4x")  # 64-bit Linux: type, whence, start, length, pid
@@ -154,7 +156,11 @@ class LogFile:
             raise self._corrupt(0, why)
         if not first or self.is_deserted():
             self._cut(0)
-            self._write(Header(generation).pack(), 0)
+            try:
+                self._write(Header(generation).pack(), 0)
+            except OSError:
+                self._cut(0)  # a part of a header would be no store, and an empty file is a new one
+                raise
 
     def peek(self) -> Tail | None:
         """Read what was added; None when that takes the mutex, for the log was rewritten or looks wrong."""
@@ -256,6 +262,8 @@ class LogFile:
                 written = os.pwrite(self._fd, view, at)
                 view, at = view[written:], at + written
         except OSError as error:
+            if error.errno in NO_ROOM:
+                raise DiskFull(path=self.path, why=os.strerror(error.errno), number=error.errno) from None
             raise self._named(error) from None
 
     def _cut(self, size: int) -> None:
