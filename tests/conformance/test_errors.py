@@ -78,7 +78,8 @@ BAD = {
     "lease for 5": Bad(lambda s: s.lease("k", 5), TypeError, "'k'"),
     "watch 5": Bad(lambda s: s.watch(5), TypeError, "5"),
     "prefix 5": Bad(lambda s: PrefixStore(5, s), TypeError, ""),
-    "prefix of nothing": Bad(lambda s: PrefixStore("p", None), TypeError, "NoneType"),
+    "prefix of 5": Bad(lambda s: PrefixStore("p", 5), TypeError, "int"),
+    "prefix of nothing": Bad(lambda s: PrefixStore("p", None), ValueError, "None"),
 }
 
 NOT_NUMBERS = [

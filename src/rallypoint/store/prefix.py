@@ -15,6 +15,8 @@ class PrefixStore(Store):
     """A view of a store whose keys all start with `prefix/`. Closing it closes the store beneath."""
 
     def __init__(self, prefix: str, store: Store) -> None:
+        if store is None:
+            raise ValueError(f"the store of PrefixStore {prefix!r} cannot be None")
         if not isinstance(store, Store):
             raise TypeError(f"PrefixStore needs a rallypoint store, not {type(store).__name__}")
         super().__init__(store._backend, store._name(prefix + "/"), store._timeout_s)
@@ -35,3 +37,11 @@ class PrefixStore(Store):
     def underlying_store(self) -> Store:
         """The store beneath this view."""
         return self._underlying
+
+    @property
+    def _underlying_non_prefix_store(self) -> Store:
+        """The first store beneath this view that is not itself a PrefixStore; PyTorch's name."""
+        store = self._underlying
+        while isinstance(store, PrefixStore):
+            store = store._underlying
+        return store

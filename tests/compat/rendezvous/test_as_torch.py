@@ -36,7 +36,9 @@ MODULES = [
     ".static_tcp_rendezvous",
     ".dynamic_rendezvous",
 ]
-PRIVATE = frozenset(("_delay", "_matches_machine_hostname", "_parse_rendezvous_config", "_PeriodicTimer"))
+PRIVATE = frozenset(
+    ("_delay", "_matches_machine_hostname", "_parse_rendezvous_config", "_PeriodicTimer", "_try_parse_port")
+)
 """Names that start with an underscore, and are used all the same."""
 
 HOST = "127.0.0.1"
@@ -201,6 +203,14 @@ def test_endpoints(endpoint):
     here = outcome(rendezvous.parse_rendezvous_endpoint, endpoint, 999)
     assert here == DIFFERS.get(endpoint, there)
     assert (here == there) == (endpoint not in DIFFERS)
+
+
+PORTS = ["", "0", "00", "1", "65535", "65536", "70000", " 80", "80 ", "-1", "+5", "a", "8a", "1_0", "\u0661", None]
+
+
+@pytest.mark.parametrize("text", PORTS)
+def test_port_numbers(text):
+    assert rendezvous._try_parse_port(text) == theirs(".utils")._try_parse_port(text)
 
 
 CONFIGURATIONS = [

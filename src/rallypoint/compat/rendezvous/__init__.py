@@ -33,6 +33,7 @@ from rallypoint.compat.rendezvous.backend import (
 from rallypoint.compat.rendezvous.endpoint import (
     _matches_machine_hostname,
     _parse_rendezvous_config,
+    _try_parse_port,
     parse_rendezvous_endpoint,
 )
 from rallypoint.compat.rendezvous.errors import (
@@ -86,6 +87,7 @@ __all__ = [
     "parse_rendezvous_endpoint",
     "_parse_rendezvous_config",
     "_matches_machine_hostname",
+    "_try_parse_port",
     "_delay",
     "_PeriodicTimer",
 ]

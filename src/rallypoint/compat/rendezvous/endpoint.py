@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from rallypoint import net
 
-__all__ = ["parse_rendezvous_endpoint", "_matches_machine_hostname", "_parse_rendezvous_config"]
+__all__ = ["parse_rendezvous_endpoint", "_matches_machine_hostname", "_parse_rendezvous_config", "_try_parse_port"]
 
 
 def parse_rendezvous_endpoint(endpoint: str | None, default_port: int) -> tuple[str, int]:
@@ -30,6 +30,11 @@ def _parse_rendezvous_config(config_str: str) -> dict[str, str]:
             raise ValueError(f"the rendezvous option {key!r} has no value in {config_str!r}")
         config[key] = value
     return config
+
+
+def _try_parse_port(port_str: str) -> int | None:
+    """Return a port number, of any size, or None where the text is not ASCII digits alone."""
+    return int(port_str) if port_str and port_str.isascii() and port_str.isdecimal() else None
 
 
 def _matches_machine_hostname(host: str) -> bool:
