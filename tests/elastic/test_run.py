@@ -70,6 +70,24 @@ def test_workers_are_told_what_torchrun_tells_them(place: Place) -> None:
     assert not Path(one["TORCHELASTIC_ERROR_FILE"]).parents[2].exists(), "what had no place of its own is removed"
 
 
+def test_a_worker_that_would_serve_the_store_is_a_client_of_the_launchers(place: Place) -> None:
+    script = place.script("""
+        import rallypoint
+        where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        store = rallypoint.TCPStore(*where, world, is_master=rank == 0)
+        mine = rallypoint.TCPStore("127.0.0.1", 0, 1, is_master=True)  # a private store, on another port
+        mine.set("mine", str(rank))
+        store.set(f"private/{rank}", str(mine.port))
+        ports = store.multi_get([f"private/{one}" for one in range(world)])
+        others = [rallypoint.TCPStore("127.0.0.1", int(port)).get("mine") for port in ports]
+        store.barrier("read", world)
+        say(rank, "serves" if store._server else "is a client", len({where[1], *map(int, ports)}), others)
+    """)
+    node = place.run("--nproc-per-node", 2, script)
+    assert (node.end(), node.err) == (0, "")
+    assert sorted(node.out.splitlines()) == [f"{rank} is a client 3 [b'0', b'1']" for rank in range(2)]
+
+
 @pytest.mark.needs("torch")
 def test_the_list_of_those_variables_is_torchruns(place: Place) -> None:
     script = place.where / "tell.py"

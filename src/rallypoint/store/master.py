@@ -8,6 +8,10 @@ With `multi_tenant` a server of ours is shared. One that is just starting does n
 its callers: two masters may start at the same moment, and one of them has the port. So the other waits for an answer
 as long as a server may take to start, within its own timeout. One that is just ending hangs up or refuses: then the
 port is tried again for a moment.
+
+A launcher that serves the store of its workers says so in their environment, by PyTorch's names. As in PyTorch, that
+changes nothing until a master finds the launcher's own port taken: then it is a client there (`become`). Rejected: to
+be a client without trying; where that launcher is gone, nobody would serve.
 """
 
 from __future__ import annotations
@@ -15,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import os
 import selectors
 import socket
 import threading
@@ -31,7 +36,7 @@ from rallypoint.errors import AddressTaken
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
 
-__all__ = ["Holder", "ask_who", "serve"]
+__all__ = ["Holder", "ask_who", "become", "serve"]
 
 PROBE_S = 1.0
 """How long whoever has a port may take to say who it is."""
@@ -45,9 +50,28 @@ SILENCE_S = 0.3
 PAUSE_S = 0.05
 ABOUT_BYTES = 16 * 1024
 
+_TRUE = frozenset(("1", "t", "true", "y", "yes"))  # what PyTorch's C++ takes for true in an environment variable
 _ABOUT = b"GET /about HTTP/1.0\r\n\r\n"
 _tenants: weakref.WeakValueDictionary[tuple[tuple[str, ...], int], Server] = weakref.WeakValueDictionary()
 _tenants_lock = threading.Lock()
+
+
+def become(host: str, port: int, multi_tenant: bool, fd: int | None, deadline: Deadline) -> tuple[bool, Server | None]:
+    """Serve as a master; return (True, what `serve` returns), or (False, None) for a client of the launcher's store."""
+    launchers = _is_launchers(port)
+    try:
+        server = serve(host, port, multi_tenant, fd, deadline)
+    except AddressTaken:
+        if not launchers:
+            raise
+        server = None
+    return server is not None or not launchers, server
+
+
+def _is_launchers(port: int) -> bool:
+    """Return whether the environment says that a launcher serves a store at this port."""
+    told = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower()
+    return told in _TRUE and os.environ.get("MASTER_PORT", "").strip() == str(port)
 
 
 def serve(

@@ -25,7 +25,7 @@ from rallypoint import net
 from rallypoint.core.c10d import Op, encode
 from rallypoint.core.records import Swap, TimedOut, show
 from rallypoint.deadline import Deadline, Timeout, seconds
-from rallypoint.errors import ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
+from rallypoint.errors import ConnectFailed, ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
 from rallypoint.store.base import Backend, Store
 from rallypoint.store.dial import NotOurs
 from rallypoint.store.link import PING, Link
@@ -345,7 +345,13 @@ class TCPStore(Store):
     rallypoint server has the port already, the master is a plain client of that one. With a `world_size` and
     `wait_for_workers` the master returns once all have come, else raises WorkersMissing. Raises ConnectFailed when
     nobody answers within `timeout`, AddressTaken, which says who has it, when the port is not free.
+
+    A launcher that serves the store itself says so with TORCHELASTIC_USE_AGENT_STORE and MASTER_PORT. As in PyTorch, a
+    master that cannot listen on that very port is then a plain client of the launcher's store; on any other port it
+    starts a server of its own. `use_libuv` is accepted and kept as `libuvBackend`; there is only one kind of server.
     """
+
+    _libuv = True
 
     def __init__(
         self,
@@ -357,18 +363,30 @@ class TCPStore(Store):
         wait_for_workers: bool = True,
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
+        use_libuv: bool = True,
     ) -> None:
+        if world_size == 0:
+            raise ValueError("the world size of a TCPStore cannot be 0; leave it out where it is not known")
         deadline = Deadline(timeout)
+        self._libuv = bool(use_libuv)
         self._server: Server | None = None
         if is_master:
             from rallypoint.store import master  # clients need none of it
 
-            self._server = master.serve(host_name, port, multi_tenant, master_listen_fd, deadline)
+            is_master, self._server = master.become(host_name, port, multi_tenant, master_listen_fd, deadline)
             port = port if self._server is None else self._server.port
+        if port == 0:
+            why = {f"{host_name}:0": "no server has port 0; a client needs the number that its server has taken"}
+            raise ConnectFailed(peer=f"{host_name}:0", timeout_s=0.0, tried=why)
         backend = _backend(net.Endpoints((net.Endpoint(host_name, port),)), seconds(timeout))
         super().__init__(backend, backend.root, timeout)
-        if world_size is not None and wait_for_workers:
+        if world_size is not None and world_size > 0 and wait_for_workers:
             self._meet(backend, world_size, is_master, deadline)
+
+    @property
+    def libuvBackend(self) -> bool:
+        """The value of `use_libuv`, for programs that ask; the server is the same either way."""
+        return self._libuv
 
     @property
     def host(self) -> str:

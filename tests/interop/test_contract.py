@@ -1,0 +1,169 @@
+"""Arguments, attributes and environment of the store classes: PyTorch's and ours give the same answers.
+
+Each probe is a function of a module, `torch.distributed` or `rallypoint`, and runs in a process of its own, so that
+variables of the environment reach PyTorch's C++ too.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import pytest
+
+from .crew import Crew
+
+pytestmark = pytest.mark.needs("torch")
+
+HOST = "127.0.0.1"
+BRIEF = timedelta(seconds=1)
+MODULES = ("torch.distributed", "rallypoint")
+
+
+@pytest.fixture(params=MODULES)
+def house(request: pytest.FixtureRequest) -> str:
+    """Return the module whose classes are tried."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module", params=MODULES)
+def port(request: pytest.FixtureRequest) -> Iterator[int]:
+    """Return the port of a launcher's store, which has the key `launcher`."""
+    store = importlib.import_module(request.param).TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store.set("launcher", "1")
+    yield store.port
+    del store  # the server ends with it
+
+
+def outcome(call: Any) -> str:
+    try:
+        return repr(call())
+    except Exception as error:
+        names = [kind.__name__ for kind in type(error).__mro__]
+        if "DistNetworkError" in names or "NetworkError" in names:
+            return "network error"
+        return next(name for name in names if hasattr(importlib.import_module("builtins"), name))
+
+
+# use_libuv
+
+
+def ask_for_libuv(house: str) -> list[str]:
+    TCPStore = importlib.import_module(house).TCPStore
+    default = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    given: list[dict[str, Any]] = [{}, {"use_libuv": True}, {"use_libuv": False}]
+    answers = [TCPStore(HOST, default.port, **more).libuvBackend for more in given]
+    last = TCPStore(HOST, 0, None, True, BRIEF, False, False, None, False)
+    answers += [default.libuvBackend, default.clone().libuvBackend, last.libuvBackend]
+    return [*map(repr, answers), outcome(lambda: setattr(default, "libuvBackend", True))]
+
+
+def test_use_libuv_is_accepted_and_told(crew: Crew, house: str) -> None:
+    told = ["True", "True", "False", "True", "True", "False", "AttributeError"]
+    assert crew.start(ask_for_libuv, house).result() == told
+
+
+# A launcher's store
+
+
+def be_master(house: str, port: int, told: dict[str, str], more: dict[str, Any]) -> str:
+    """Open a store as its master; return whether it is the launcher's, or which error it is."""
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "1", **told})
+    TCPStore = importlib.import_module(house).TCPStore
+    return outcome(lambda: TCPStore(HOST, port, is_master=True, timeout=BRIEF, **more).check(["launcher"]))
+
+
+def be_master_in_many_ways(house: str, port: int) -> list[str]:
+    """Become the master as told by the launcher, told in other words, told of another port, and not told."""
+    served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    ways: list[tuple[dict[str, str], dict[str, Any]]] = [
+        (served, {}),
+        (served, {"world_size": 2}),
+        (served, {"world_size": 2, "multi_tenant": True}),
+        ({**served, "TORCHELASTIC_USE_AGENT_STORE": "1"}, {}),
+        ({**served, "TORCHELASTIC_USE_AGENT_STORE": "yes"}, {}),
+        ({**served, "TORCHELASTIC_USE_AGENT_STORE": "False"}, {}),
+        ({**served, "MASTER_PORT": "1"}, {}),
+        ({}, {}),
+    ]
+    return [be_master(house, port, *way) for way in ways]
+
+
+def test_a_master_at_the_launchers_port_is_a_client(crew: Crew, house: str, port: int) -> None:
+    told = crew.start(be_master_in_many_ways, house, port).result()
+    assert told == ["True"] * 5 + ["network error"] * 3
+
+
+def start_a_private_store(house: str, port: int) -> str:
+    told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
+    return be_master(house, 0, told, {"wait_for_workers": False})
+
+
+def create_store(house: str, port: int) -> str:
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)})
+    from torch.distributed.elastic.utils import distributed as theirs
+
+    from rallypoint.compat import distributed as ours
+
+    made = (theirs if house == "torch.distributed" else ours).create_c10d_store(True, HOST, port, 1, timeout=20)
+    return repr(made.check(["launcher"]))
+
+
+def create_backend(house: str, port: int) -> str:
+    os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)})
+    from torch.distributed.elastic import rendezvous as theirs
+    from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
+
+    from rallypoint.compat import rendezvous as ours
+
+    names: Any = (theirs, c10d_rendezvous_backend) if house == "torch.distributed" else (ours, ours)
+    parameters = names[0].RendezvousParameters("c10d", f"{HOST}:{port}", "run", 1, 1, is_host="true")
+    return repr(names[1].create_backend(parameters)[1].check(["launcher"]))
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [(create_store, "True"), (create_backend, "True"), (start_a_private_store, "False")],
+)
+def test_others_at_the_launchers_port(crew: Crew, house: str, port: int, function: Any, expected: str) -> None:
+    assert crew.start(function, house, port).result() == expected
+
+
+# Misuse
+
+
+def misuse(house: str) -> list[str]:
+    module = importlib.import_module(house)
+    store = module.HashStore()
+    calls = [
+        lambda: module.TCPStore(HOST, 0, world_size=0, is_master=True, timeout=BRIEF),
+        lambda: module.TCPStore(HOST, 0, world_size=0, is_master=True, timeout=BRIEF, wait_for_workers=False),
+        lambda: module.TCPStore(HOST, 0, world_size=-1, is_master=True, timeout=BRIEF).num_keys(),
+        lambda: module.PrefixStore("p", None),
+        lambda: module.PrefixStore("p", 7),
+        lambda: module.PrefixStore("p", module.PrefixStore("q", store))._underlying_non_prefix_store is store,
+        lambda: module.PrefixStore("p", store)._underlying_non_prefix_store is store,
+    ]
+    return [outcome(call) for call in calls]
+
+
+def test_what_cannot_be_is_refused_alike(crew: Crew, house: str) -> None:
+    refused = ["ValueError", "ValueError", "0", "ValueError", "TypeError", "True", "True"]
+    assert crew.start(misuse, house).result() == refused
+
+
+def be_client_of_port_0(house: str) -> str:
+    from torch.distributed.elastic.utils import distributed as theirs
+
+    from rallypoint.compat import distributed as ours
+
+    create = (theirs if house == "torch.distributed" else ours).create_c10d_store
+    return outcome(lambda: create(False, HOST, 0, timeout=1))
+
+
+def test_a_client_of_port_0_finds_no_server(crew: Crew, house: str) -> None:
+    assert crew.start(be_client_of_port_0, house).result() == "network error"
