@@ -117,6 +117,10 @@ class BlobHost(Generic[S]):
         """Return how long a command may go on losing races."""
         return Deadline(float("inf"))
 
+    def _upkeep_patience(self) -> Deadline:
+        """Return how long ringing an alarm, or taking out the dead, may go on losing races."""
+        return Deadline(float("inf"))
+
     def _beaten(self, times: int, machine: Any, patience: Deadline) -> None:
         """Do what is to be done when another was faster, for the so many-th time."""
 
@@ -192,8 +196,8 @@ class BlobHost(Generic[S]):
     def _ring(self, place: str, machine: Machine) -> None:
         """Let an alarm ring that is due, unless another member was faster."""
         assert machine.alarm is not None
-        number = machine.alarm[0]
-        self._change(place, type(machine), lambda state, now: now.ring(number, state.version + 1), self._forever)
+        number, patience = machine.alarm[0], self._upkeep_patience()
+        self._change(place, type(machine), lambda state, now: now.ring(number, state.version + 1), patience)
 
     def _bury_the_dead(self, place: str, state: S, machine: Machine) -> None:
         """Take sessions out that show no sign of life."""
@@ -214,7 +218,7 @@ class BlobHost(Generic[S]):
             return Step(Done(), bool(buried), woken)
 
         if sessions:
-            self._change(place, kind, bury, self._forever)
+            self._change(place, kind, bury, self._upkeep_patience())
         for session in sessions:
             self._buried(session)
 
@@ -224,8 +228,6 @@ class BlobHost(Generic[S]):
     def _stirs(self, state: S, session: str) -> bool:
         """Say whether a session that seemed dead has shown a sign of life in a state that was read since."""
         return False
-
-    _forever = Deadline(float("inf"))
 
 
 class Reading(NamedTuple):

@@ -268,10 +268,66 @@ def test_closing_has_a_time_out(nodes: Nodes) -> None:
     handler.next_rendezvous()
     backend.loses = True
     with pytest.raises(
-        RendezvousTimeoutError, match=r"could not be changed within 0.01 s: others were faster \d+ times"
+        RendezvousTimeoutError, match=r"could not be changed within the timeout of 0.01 s: others were faster \d+ times"
     ):
         handler.set_closed()
     assert handler.shutdown() is False
+
+
+class Forgetful(Memory):
+    """A backend that keeps nothing more once it is told so: every change is answered by None."""
+
+    def __init__(self, states: list[bytes]) -> None:
+        super().__init__(states)
+        self.forgets = False
+        self.asked = 0
+        self.changing = threading.Event()
+
+    def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
+        if not self.forgets:
+            return super().set_state(state, token)
+        self.asked += 1
+        self.changing.set()
+        return None
+
+
+def test_a_backend_that_keeps_nothing_is_asked_ever_less_often(nodes: Nodes) -> None:
+    backend = Forgetful(nodes.states)
+    backend.forgets = True
+    with pytest.raises(RendezvousTimeoutError, match=r"within the timeout of 0.5 s: it kept nothing, \d+ times"):
+        nodes.make(1, 1, backend=backend, join=0.5, keep_alive_interval=60).next_rendezvous()
+    assert 3 < backend.asked < 100, "after growing pauses, not in a loop without any"
+
+
+def test_a_backend_that_keeps_no_last_call_ends_the_join(nodes: Nodes) -> None:
+    # The alarm of last call is upkeep, which no timeout of the join bounds by itself.
+    backend = Forgetful(nodes.states)
+    node = nodes.make(1, 2, backend=backend, last_call_s=0.05, close=0.1, keep_alive_interval=60)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(node.next_rendezvous)
+        until(lambda: nodes.states, "it has come")
+        backend.forgets = True
+        with pytest.raises(RendezvousTimeoutError, match="kept nothing"):
+            waiting.result(AMPLE_S)
+
+
+def test_leaving_does_not_wait_for_a_keep_alive_that_stands_back(nodes: Nodes) -> None:
+    backend = Forgetful(nodes.states)
+    node = nodes.make(1, 1, backend=backend, keep_alive_interval=0.01)
+    node.next_rendezvous()
+    backend.forgets = True
+    assert backend.changing.wait(AMPLE_S)
+    node._stop_heartbeats()
+    asked = backend.asked
+    backend.forgets = False
+    assert node.num_nodes_waiting() == 0 and backend.asked == asked, "nobody asks any more"
+
+
+def test_heartbeats_can_be_stopped_and_the_node_is_missed(nodes: Nodes) -> None:
+    silent, other = (nodes.make(2, 2, keep_alive_max_attempt=5) for _ in range(2))
+    meet(silent, other)
+    silent._stop_heartbeats()
+    see_that_it_is_over(other)
 
 
 def test_a_round_that_does_not_come_about_in_time(nodes: Nodes) -> None:

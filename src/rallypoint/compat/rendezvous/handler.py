@@ -208,6 +208,10 @@ class DynamicRendezvousHandler(RendezvousHandler):
 
     # Inside
 
+    def _stop_heartbeats(self) -> None:
+        """Give no sign of life any more, so that others think this node dead; PyTorch's name."""
+        self._host.stop()
+
     def _join(self) -> _Place:
         """Join, by the name of this node's host, under which it gets its rank back, unless another has that name."""
         deadline = Deadline(self._settings.timeout.join)
@@ -288,16 +292,8 @@ def create_handler(store: Any, backend: RendezvousBackend, params: RendezvousPar
     interval, attempts = (params.get_as_int(option, default) for option, default in KEEP_ALIVE.items())
     if interval is None or attempts is None:
         raise TypeError(f"the rendezvous options {', '.join(KEEP_ALIVE)} must be whole numbers, not None")
-    return DynamicRendezvousHandler.from_backend(
-        params.run_id,
-        store,
-        backend,
-        params.min_nodes,
-        params.max_nodes,
-        params.local_addr,
-        timeout,
-        *(interval, attempts),
-    )
+    nodes = (params.min_nodes, params.max_nodes, params.local_addr)
+    return DynamicRendezvousHandler.from_backend(params.run_id, store, backend, *nodes, timeout, interval, attempts)
 
 
 def _say(waiting: Waiting) -> None:

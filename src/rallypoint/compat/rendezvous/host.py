@@ -41,8 +41,11 @@ log = logging.getLogger("rallypoint.rendezvous")
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.01, 1.0
 GROWTH = 1.5
 
-MOST_RETREAT_S = 0.1
-"""How long somebody who has lost a race for the blob stands back, at most."""
+LEAST_RETREAT_S, MOST_RETREAT_S = 0.001, 0.1
+"""How long somebody who has lost a race for the blob stands back: twice as long after each, within these."""
+
+MOST_OUTAGE_S = 1.0
+"""How long to stand back, at most, from a backend that keeps nothing: one that answers None again and again."""
 
 GAP = 2
 """For how many keep-alives an observer may be away."""
@@ -94,6 +97,10 @@ class BackendHost(BlobHost[Blob]):
         self._felt = Felt(GAP * interval_s)
         self._still: list[str] = []
         self._swap_s = 0.0
+        self._gone = False
+        """Whether the backend answered the last change by None."""
+
+        self._stopped = threading.Event()
         self._pace = Pace()
         self._timer: _PeriodicTimer | None = None
         self._lock = threading.RLock()  # a backend of a user's own may not stand two calls at once
@@ -118,6 +125,7 @@ class BackendHost(BlobHost[Blob]):
         with self._lock:
             timer, self._timer = self._timer, None
         if timer is not None:
+            self._stopped.set()  # a keep-alive that stands back ends now
             timer.cancel()
 
     # Life
@@ -125,6 +133,7 @@ class BackendHost(BlobHost[Blob]):
     def _keep_alive(self) -> None:
         with self._lock:
             if self._timer is None:
+                self._stopped.clear()
                 self._timer = _PeriodicTimer(self._settings.keep_alive_interval, self._beat)
                 self._timer.set_name(f"keep-alive of {self._settings.run_id}")
                 self._timer.start()
@@ -134,7 +143,7 @@ class BackendHost(BlobHost[Blob]):
 
         def beat(state: Blob, machine: Rendezvous) -> Step:
             self._must_live(state, self._session)
-            return Step(Done(), changed=self._session in machine.sessions())
+            return Step(Done(), changed=self._session in machine.sessions() and not self._stopped.is_set())
 
         try:
             state, machine, _ = self._change("", Rendezvous, beat, Deadline(self._settings.timeout.heartbeat))
@@ -169,6 +178,7 @@ class BackendHost(BlobHost[Blob]):
         began_at = time.monotonic()
         answer = self._call("set_state", blob, token)
         self._swap_s = time.monotonic() - began_at
+        self._gone = answer is None
         if answer is None:  # the state is gone
             return self._fetch(place)
         state, token, won = answer
@@ -208,15 +218,25 @@ class BackendHost(BlobHost[Blob]):
         timeout = self._settings.timeout
         return Deadline(timeout.join if isinstance(command, Join) else timeout.close)
 
+    def _upkeep_patience(self) -> Deadline:
+        return Deadline(self._settings.timeout.close)
+
     def _beaten(self, times: int, machine: Any, patience: Deadline) -> None:
         """Stand back: by chance, so long that all who may be after the same can have their turn."""
         if patience.expired():
+            lost = f"it kept nothing, {times} times" if self._gone else f"others were faster {times} times"
             raise RendezvousTimeoutError(
                 f"the state of the rendezvous {self._settings.run_id!r} in {self.label} could not be changed within "
-                f"{patience.timeout_s:g} s: others were faster {times} times"
+                f"the timeout of {patience.timeout_s:g} s: {lost}"
             )
-        rivals = min(2**times, 1 + _missing(machine))
-        time.sleep(random.uniform(0, min(rivals * self._swap_s, MOST_RETREAT_S)))
+        rivals = min(2 ** min(times, 32), 1 + _missing(machine))
+        most_s = MOST_OUTAGE_S if self._gone else MOST_RETREAT_S
+        retreat_s = min(max(rivals * self._swap_s, LEAST_RETREAT_S * 2 ** min(times, 32)), most_s)
+        pause_s = min(random.uniform(0, retreat_s), patience.remaining())
+        if self._stopped.is_set():
+            time.sleep(pause_s)
+        else:
+            self._stopped.wait(pause_s)
 
 
 def _missing(machine: Rendezvous) -> int:
