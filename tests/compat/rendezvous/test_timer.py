@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import queue
 import random
 import subprocess
@@ -93,6 +94,27 @@ def test_it_ends_when_nobody_refers_to_it(calls):
     del timer
     gc.collect()
     assert ends(thread)
+
+
+THEIRS = pytest.param("torch.distributed.elastic.rendezvous.utils", marks=pytest.mark.needs("torch"), id="torch's")
+
+
+@pytest.mark.parametrize("module", ["rallypoint.compat.rendezvous", THEIRS])
+def test_dropping_it_waits_for_the_call_under_way(module):
+    inside, go_on = threading.Event(), threading.Event()
+    ended: list[str] = []
+
+    def call() -> None:
+        inside.set()
+        go_on.wait(AMPLE_S)
+        ended.append("ended")
+
+    timer = importlib.import_module(module)._PeriodicTimer(SOON, call)
+    timer.start()
+    assert inside.wait(AMPLE_S)
+    threading.Timer(0.05, go_on.set).start()
+    del timer
+    assert ended == ["ended"]
 
 
 class Owner:

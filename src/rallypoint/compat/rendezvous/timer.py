@@ -2,6 +2,8 @@
 
 A timer's thread is a daemon and has no hold on the timer. It ends with `cancel`, or when nobody refers to the timer
 any more, or, if the function is a method, when its object is gone: an owner may keep a timer that calls the owner.
+Whoever drops the last reference waits for a call that is under way, as `cancel` does; the end of the interpreter does
+not, for a call that never returns would keep it.
 """
 
 from __future__ import annotations
@@ -52,18 +54,23 @@ class _PeriodicTimer:
         self._refuse_if_started()
         self._stop.clear()
         self._thread = threading.Thread(target=_call, args=self._run, name=self._name or "PeriodicTimer", daemon=True)
-        weakref.finalize(self, self._stop.set)
+        weakref.finalize(self, _end, self._stop, self._thread).atexit = False
         self._thread.start()
 
     def cancel(self) -> None:
         """Stop calling; the last call has ended when this returns, unless it is that call that cancels."""
-        self._stop.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join()
+        _end(self._stop, self._thread)
 
     def _refuse_if_started(self) -> None:
         if self._thread is not None:
             raise RuntimeError("the timer was started already; make another one")
+
+
+def _end(stop: threading.Event, thread: threading.Thread | None) -> None:
+    """Stop calling, and wait for a call that is under way, unless it is that call that ends it."""
+    stop.set()
+    if thread is not None and thread is not threading.current_thread() and thread.is_alive():
+        thread.join()
 
 
 def _call(stop: threading.Event, interval_s: float, find: Callable[[], Any], args: Any, kwargs: Any) -> None:
