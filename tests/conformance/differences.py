@@ -9,6 +9,8 @@ ping is answered in its order, so what a connection was told before the answer i
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import struct
 from collections.abc import Callable
@@ -607,6 +609,69 @@ WIRE_ROWS = [
     ),
 ]
 
+# The file of a FileStore
+
+
+@dataclass(frozen=True)
+class FileRow:
+    """What becomes of a FileStore's file, PyTorch's and ours, and why ours does so."""
+
+    name: str
+    what: str
+    probe: Callable[[Callable[..., Any], str], str]
+    """Gets the class and a path."""
+    torch: str
+    ours: str
+    why: str
+
+
+def _one_of_two(store: Callable[..., Any], path: str) -> str:
+    store(path, 2)
+    return "stays" if os.path.exists(path) else "is removed"
+
+
+def _opened_again(store: Callable[..., Any], path: str) -> str:
+    store(path).set("k", "v")
+    return outcome(store(path).check, ["k"])
+
+
+def _after_a_death(store: Callable[..., Any], path: str) -> str:
+    if not (child := os.fork()):
+        kept = store(path, 1)
+        kept.set("k", "v")
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    store(path, 1)
+    return "stays" if os.path.exists(path) else "is removed"
+
+
+FILE_ROWS = [
+    FileRow(
+        "one-of-two",
+        "the file, after one of `world_size` 2 has come and dropped its handle",
+        _one_of_two,
+        torch="stays",
+        ours="is removed",
+        why="A file that nobody has open is of a run that has ended: the next to come would start it afresh.",
+    ),
+    FileRow(
+        "opened-again",
+        "`check` of a key that was set before everybody had gone, without a `world_size`",
+        _opened_again,
+        torch="True",
+        ours="False",
+        why="The same. What a dead run left makes the next one hang or go wrong.",
+    ),
+    FileRow(
+        "after-a-death",
+        "the file, after a process was killed, and a later one has dropped its handle",
+        _after_a_death,
+        torch="stays",
+        ours="is removed",
+        why="Who is alive is known by locks, which the kernel frees, not by a count.",
+    ),
+]
+
 OPENING = """# Where we differ from PyTorch's stores
 
 rallypoint's stores do what PyTorch 2.13's stores do, except where those differ among themselves, or do what a caller
@@ -619,6 +684,13 @@ BETWEEN = """
 ## Told on the wire
 
 What a server tells a client that waits, PyTorch's (libuv) and ours, over PyTorch's own protocol.
+"""
+
+THE_FILE = """
+## The file of a FileStore
+
+It is removed with the last handle, closed or dropped, in PyTorch and here, where a `world_size` was given. Without one,
+a handle that is dropped leaves it behind in both.
 """
 
 CLOSING = """
@@ -640,7 +712,8 @@ def page() -> str:
         lines.append(f"| {' | '.join(cells)} |")
     wire = ["| what | PyTorch | rallypoint | why |", "|---|---|---|---|"]
     wire += [f"| {row.what} | {row.torch} | {row.ours} | {row.why} |" for row in WIRE_ROWS]
-    return "\n".join([OPENING, *lines, BETWEEN, *wire, CLOSING])
+    file = [wire[0], wire[1], *(f"| {row.what} | {row.torch} | {row.ours} | {row.why} |" for row in FILE_ROWS)]
+    return "\n".join([OPENING, *lines, BETWEEN, *wire, THE_FILE, *file, CLOSING])
 
 
 def _cell(said: str) -> str:

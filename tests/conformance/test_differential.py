@@ -19,10 +19,24 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rallypoint import PrefixStore, Server
+from rallypoint import FileStore, PrefixStore, Server
 
 from .calls import LONG_ENOUGH_S, Call
-from .differences import BRIEF, CHANCE, FOREVER, ROWS, WIRE_ROWS, Row, Wire, WireRow, outcome, page, prefixed
+from .differences import (
+    BRIEF,
+    CHANCE,
+    FILE_ROWS,
+    FOREVER,
+    ROWS,
+    WIRE_ROWS,
+    FileRow,
+    Row,
+    Wire,
+    WireRow,
+    outcome,
+    page,
+    prefixed,
+)
 from .kinds import BARE, Kind
 from .model import LARGEST, SMALLEST, Model, Refused, View, number
 
@@ -213,6 +227,15 @@ def test_a_row_is_true_of_ours(row: Row, kind: Kind, tmp_path: Path) -> None:
 def test_a_row_is_a_difference(row: Row) -> None:
     assert {row.tcp, row.hash, row.file} != {row.ours}
     assert row.why
+
+
+@needs_torch
+@pytest.mark.parametrize("row", FILE_ROWS, ids=lambda row: row.name)
+def test_what_becomes_of_a_file(row: FileRow, tmp_path: Path) -> None:
+    from torch.distributed import FileStore as Theirs
+
+    assert row.probe(Theirs, str(tmp_path / "theirs")) == row.torch
+    assert row.probe(FileStore, str(tmp_path / "ours")) == row.ours
 
 
 @needs_torch

@@ -10,6 +10,7 @@ import importlib
 import os
 from collections.abc import Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -131,6 +132,41 @@ def create_backend(house: str, port: int) -> str:
 )
 def test_others_at_the_launchers_port(crew: Crew, house: str, port: int, function: Any, expected: str) -> None:
     assert crew.start(function, house, port).result() == expected
+
+
+# The file of a FileStore
+
+
+def drop_handles(house: str, folder: str) -> list[bool]:
+    """Return whether the file is there after each of several ways to drop its handles."""
+    module = importlib.import_module(house)
+    left: list[bool] = []
+
+    def look(path: str) -> None:
+        left.append(os.path.exists(path))
+
+    for world_size in (-1, 0, 1):
+        path = f"{folder}/alone{world_size}"
+        store = module.FileStore(path, world_size)
+        store.set("k", "v")
+        del store
+        look(path)
+    first, second = (module.FileStore(f"{folder}/two", 2) for _ in range(2))
+    clone, view = first.clone(), module.PrefixStore("p", second)
+    del first
+    look(f"{folder}/two")
+    del second
+    look(f"{folder}/two")
+    del clone
+    look(f"{folder}/two")
+    del view
+    look(f"{folder}/two")
+    return left
+
+
+def test_the_file_goes_with_its_last_handle(crew: Crew, house: str, tmp_path: Path) -> None:
+    stays = [True, False, False, True, True, True, False]
+    assert crew.start(drop_handles, house, str(tmp_path)).result() == stays
 
 
 # Misuse

@@ -25,7 +25,7 @@ from types import FrameType
 
 import pytest
 
-from rallypoint import CorruptFile, FileStore, StoreClosed, StoreTimeout
+from rallypoint import CorruptFile, FileStore, PrefixStore, StoreClosed, StoreTimeout
 from rallypoint.core.log import HEADER_BYTES, MAGIC
 from rallypoint.core.replica import Replica
 from rallypoint.store import filehub
@@ -145,6 +145,109 @@ def test_the_file_outlives_all_but_the_last_handle(path: str, start: Start) -> N
     assert os.path.exists(path)
     child.say()
     assert child.hear() == "closed"
+    assert not os.path.exists(path)
+
+
+# Handles that are dropped
+
+
+def test_the_file_goes_with_the_last_dropped_handle_that_has_a_world_size(path: str, start: Start) -> None:
+    first = FileStore(path, 2)
+    twin, view = first.clone(), PrefixStore("view", FileStore(path, 2))
+    child = start("store = FileStore(sys.argv[1], 2); say(store.get('key')); hear(); del store; say('dropped'); hear()")
+    first.set("key", "value")
+    assert child.hear() == "b'value'"
+    del first, twin
+    assert view.underlying_store.get("key") == b"value"
+    del view
+    assert os.path.exists(path), "the child lives"
+    child.say()
+    assert child.hear() == "dropped"
+    assert not os.path.exists(path)
+
+
+def test_without_a_world_size_a_dropped_handle_leaves_the_file(path: str) -> None:
+    store = FileStore(path)
+    del store
+    assert os.path.exists(path)
+    with FileStore(path, 1):
+        pass
+    assert not os.path.exists(path), "whoever closes removes it"
+
+
+HOLDERS = {
+    "global": "store = FileStore(sys.argv[1], 1)",
+    "cycle": "class Holder: pass\nholder = Holder(); holder.me = holder; holder.store = FileStore(sys.argv[1], 1)",
+    "class": "class Holder: store = FileStore(sys.argv[1], 1)",
+    "module": "import types; sys.modules['mine'] = mine = types.ModuleType('mine')\n"
+    "exec('import sys, rallypoint; store = rallypoint.FileStore(sys.argv[1], 1)', vars(mine))",
+}
+
+
+@pytest.mark.parametrize("code", HOLDERS.values(), ids=HOLDERS)
+def test_the_file_goes_with_the_end_of_the_last_process(path: str, start: Start, code: str) -> None:
+    child = start(f"{code}\nsay(os.path.exists(sys.argv[1])); hear()")
+    assert child.hear() == "True"
+    assert child.ends() == 0
+    assert not os.path.exists(path)
+
+
+def test_a_dropped_handle_removes_nothing_under_who_lives(path: str, start: Start) -> None:
+    killed, lives = (start("store = FileStore(sys.argv[1], 3); store.add('here', 1); say('up'); hear()") for _ in "ab")
+    assert killed.hear() == lives.hear() == "up"
+    killed.kill()
+    store = FileStore(path, 3)
+    assert store.get("here") == b"2"
+    del store
+    assert os.path.exists(path)
+    assert FileStore(path).get("here") == b"2", "it is still the same store"
+    lives.kill()
+    assert os.path.exists(path), "a process that is killed removes nothing"
+    store = FileStore(path, 1)
+    assert store.num_keys() == 0, "the next one begins afresh"
+    del store
+    assert not os.path.exists(path)
+
+
+def test_a_forked_child_removes_nothing_of_its_parents(path: str, start: Start) -> None:
+    child = start("""
+        store = FileStore(sys.argv[1], 1)
+        store.set("key", "value")
+        if os.fork() == 0:
+            del store
+            os._exit(0)
+        os.wait()
+        say(store.get("key"))
+        used = os.fork()
+        if used == 0:
+            store.set("child", "was here")
+            del store
+            os._exit(0)
+        os.wait()
+        say(store.get("child"))
+    """)
+    assert [child.hear(), child.hear()] == ["b'value'", "b'was here'"]
+    assert child.ends() == 0
+    assert not os.path.exists(path)
+
+
+def test_opening_and_dropping_at_once_never_loses_a_store(path: str, start: Start) -> None:
+    code = """
+        import threading
+        def work(name):
+            for number in range(40):
+                store = FileStore(sys.argv[1], 4, 60.0)
+                value = store.add(name, 1)
+                assert value >= 1 and store.get(name) == b"%d" % value
+                del store
+        threads = [threading.Thread(target=work, args=(f"{os.getpid()}/{number}",)) for number in range(2)]
+        for thread in threads: thread.start()
+        for thread in threads: thread.join()
+        say("done")
+    """
+    children = [start(code) for _ in range(3)]
+    assert [child.hear() for child in children] == ["done"] * 3
+    assert [child.ends() for child in children] == [0] * 3
     assert not os.path.exists(path)
 
 

@@ -11,9 +11,11 @@ A handle is a member: `clone()` is another, and so is a handle that is used in a
 barriers belong to a member, and end when it is closed or its process dies, however it dies.
 
 The first to come to a file whose members are all gone starts it afresh: what a dead run left is not obeyed. The last to
-close removes the file; one that ends unclosed leaves it behind. Items of a queue go to the threads of one process in
-the order in which they asked; between processes, to whoever looks first. Rejected: keeping that order in the log; an
-item would wait for a taker that hangs.
+close removes the file. So does, as in PyTorch, the last that is dropped unclosed, also at the end of its process, if it
+was given a world size; without one the file stays, as it does after a process that was killed.
+
+Items of a queue go to the threads of one process in the order in which they asked; between processes, to whoever looks
+first. Rejected: keeping that order in the log; an item would wait for a taker that hangs.
 """
 
 from __future__ import annotations
@@ -45,12 +47,13 @@ class FileBackend(Backend):
 
     _closed = True  # until it has joined
 
-    def __init__(self, path: str, timeout_s: float = DEFAULT_TIMEOUT_S) -> None:
+    def __init__(self, path: str, timeout_s: float = DEFAULT_TIMEOUT_S, tidy: bool = False) -> None:
         self.path = os.path.abspath(path)
         self.name = f"file://{self.path}"
         self.timeout_s = timeout_s
         self._arrivals = 0
-        self._hub, self._member = join(self.path, Deadline(timeout_s))
+        self._tidy = tidy
+        self._hub, self._member = join(self.path, Deadline(timeout_s), tidy)
         self._closed = False
 
     def __del__(self) -> None:
@@ -181,7 +184,7 @@ class FileBackend(Backend):
         if self._hub.pid != os.getpid() and not self._closed:
             with self._hub.lock:
                 if self._hub.pid != os.getpid():
-                    self._hub, self._member = join(self.path, Deadline(self.timeout_s))
+                    self._hub, self._member = join(self.path, Deadline(self.timeout_s), self._tidy)
         return self._hub
 
     def _look(self, hub: Hub, deadline: Deadline | None = None) -> None:
@@ -255,9 +258,10 @@ class _FileFeed(Feed):
 class FileStore(Store):
     """A store in a file that all its processes see, on one machine or on several that share a file system.
 
-    An empty or missing file is a new store. `world_size` is kept for PyTorch's sake and not needed: who is here is
-    known by locks on the file. Raises OSError that names the path (DiskFull where the file cannot grow), CorruptFile
-    for a file that no FileStore wrote, StoreTimeout where another process keeps it locked for longer than `timeout`.
+    An empty or missing file is a new store. Who is here is known by locks on the file. A `world_size` (0 or more) says
+    that the file is to go with the last handle also where that is dropped, not closed. Raises OSError that names the
+    path (DiskFull where the file cannot grow), CorruptFile for a file that no FileStore wrote, and StoreTimeout where
+    another process keeps the file locked for longer than `timeout`.
     """
 
     def __init__(
@@ -265,7 +269,7 @@ class FileStore(Store):
     ) -> None:
         self._path = os.fspath(path)
         self.world_size = world_size
-        super().__init__(FileBackend(self._path, seconds(timeout)), b"", timeout)
+        super().__init__(FileBackend(self._path, seconds(timeout), world_size >= 0), b"", timeout)
 
     @property
     def path(self) -> str:

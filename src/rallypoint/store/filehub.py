@@ -11,12 +11,18 @@ are held by `with` on the lock itself, or by `try`: a generator as context manag
 
 A forked child shares its parent's locks on the file, which therefore would outlive the parent: every log is closed in
 the child, and a handle that is used there joins as a new member. (C code that forks unknown to Python escapes this.)
+
+A hub whose handles were all dropped unclosed removes the file as the last to close does, if one of them was `tidy`: it
+frees its own bytes, takes the mutex and looks whether anybody is left. A newcomer that opened the file before that
+finds it out of place when it gets the mutex, and makes another.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -35,11 +41,17 @@ FIRST_TRY_S, LAST_TRY_S = 0.000_05, 0.002
 CLOSE_S = 5.0
 """How long a closing handle tries to say so in the log. If it cannot, others find its byte free."""
 
+DROP_S = 1.0
+"""How long a hub that was dropped tries to lock the file. If it cannot, whoever has the lock outlives it."""
+
 _T = TypeVar("_T")
 
 
 class Hub:
     """One process's part in one file. Its lock is held around every method but `admit`."""
+
+    tidy = False
+    """Whether the file goes with the last handle also where that is dropped unclosed."""
 
     def __init__(self, path: str, deadline: Deadline) -> None:
         self.name = f"file://{path}"
@@ -53,6 +65,30 @@ class Hub:
         self._poller: object = None
         with self.lock:
             self.follower = self._open(path, deadline)
+
+    def __del__(self) -> None:
+        # No handle refers to it, though a thread in `join` may have found it a moment ago: hence the lock.
+        if not self.tidy or self.pid != os.getpid() or not self.lock.acquire(blocking=False):
+            return
+        try:
+            if not self.closed and self.follower.members <= set(self.dropped):
+                with contextlib.suppress(Exception):  # at the very end of the interpreter, modules are empty
+                    self._give_up(self.follower.log)
+                self.follower.log.close()
+        finally:
+            self.lock.release()
+
+    def _give_up(self, log: LogFile) -> None:
+        """Free all bytes of this process, and remove the file if nobody else holds one."""
+        for member in list(self.follower.members):
+            self.follower.dismiss(member)
+        deadline = Deadline(DROP_S)
+        while not log.try_mutex():
+            if deadline.expired():
+                return
+            time.sleep(LAST_TRY_S)
+        if log.owns_locks and log.is_deserted():
+            log.remove()
 
     def _open(self, path: str, deadline: Deadline) -> Follower:
         while True:
@@ -81,9 +117,10 @@ class Hub:
 
     # Members
 
-    def admit(self) -> int | None:
+    def admit(self, tidy: bool = False) -> int | None:
         """Add a member; None when this hub has closed."""
         with self.lock:
+            self.tidy = self.tidy or tidy
             return None if self.closed else self.follower.admit()
 
     def sweep(self) -> None:
@@ -196,7 +233,7 @@ _hubs: weakref.WeakValueDictionary[tuple[int, int], Hub] = weakref.WeakValueDict
 _guard = threading.Lock()
 
 
-def join(path: str, deadline: Deadline) -> tuple[Hub, int]:
+def join(path: str, deadline: Deadline, tidy: bool) -> tuple[Hub, int]:
     """Become a member of the store in a file; return this process's part in it, and the member's number."""
     while True:
         with _guard:
@@ -204,7 +241,7 @@ def join(path: str, deadline: Deadline) -> tuple[Hub, int]:
             if hub is None or hub.closed or hub.pid != os.getpid():
                 hub = Hub(path, deadline)
                 _hubs[hub.follower.log.identity] = hub
-        member = hub.admit()
+        member = hub.admit(tidy)
         if member is not None:
             return hub, member
 

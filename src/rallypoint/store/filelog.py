@@ -59,7 +59,7 @@ class Tail(NamedTuple):
 class LogFile:
     """One opening of a log. Not safe for threads: whoever uses it sees to that.
 
-    Every OSError that it raises names the file.
+    Every OSError that it raises names the file. `owns_locks` is False where locks belong to the whole process.
     """
 
     def __init__(self, path: str) -> None:
@@ -68,7 +68,7 @@ class LogFile:
         self._generation = 0
         self._header = b""
         self._torn = False
-        self._ofd = _HAS_OFD
+        self.owns_locks = _HAS_OFD
         self._file = open(path, "r+b", buffering=0, opener=_open_or_create)  # noqa: SIM115 - it stays open
         self._fd = self._file.fileno()
         if not stat.S_ISREG(os.fstat(self._fd).st_mode):
@@ -284,15 +284,15 @@ class LogFile:
 
     def _set_lock(self, kind: int, start: int, length: int) -> None:
         try:
-            if self._ofd:
+            if self.owns_locks:
                 ofd_kind = fcntl.F_UNLCK if kind == fcntl.LOCK_UN else fcntl.F_WRLCK
                 fcntl.fcntl(self._fd, fcntl.F_OFD_SETLK, _FLOCK.pack(ofd_kind, os.SEEK_SET, start, length, 0))
             else:
                 fcntl.lockf(self._fd, kind, length, start)
         except OSError as error:
-            if not self._ofd or error.errno != errno.EINVAL:
+            if not self.owns_locks or error.errno != errno.EINVAL:
                 raise self._named(error) from None
-            self._ofd = False  # a kernel that only resembles Linux
+            self.owns_locks = False  # a kernel that only resembles Linux
             self._set_lock(kind, start, length)
 
     def _named(self, error: OSError) -> OSError:
