@@ -38,7 +38,7 @@ COMMANDS: dict[type[Machine], tuple[st.SearchStrategy[Any], type[Undo]]] = {
             Give,
             st.just(SIZE),
             ranks,
-            st.just(b"x"),
+            st.sampled_from([b"x", b"x", b"y", b"z"]),
             st.sampled_from(["all_gather"] * 3 + ["gather", "broadcast"]),
             ranks,
         ),

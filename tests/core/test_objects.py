@@ -537,3 +537,30 @@ def test_a_confirm_goes_before_any_other_request() -> None:
     confirm, add = said(client.ask(Add, b"/n", 1))
     assert (type(confirm), type(add)) == (Confirm, Add)
     assert isinstance(confirm, Confirm) and confirm.last == 1 and confirm.open == []
+
+
+def test_a_rank_that_came_again_is_counted_while_it_is_held_and_has_the_place_after() -> None:
+    host = Host()
+    host.objects.act(b"/o", Call("0", "old", 1), Give(2, 0, b"old", "all_gather"), "old", 0.0, 9.0, 1)
+    held = host.objects.act(b"/o", Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", 0.0, 9.0, 2)
+    assert isinstance(host.act("1", 1, Give(2, 1, b"b", "all_gather")), Waiter)
+    assert "0's earlier process of session old still holds the place" in host.look_away(held).reason
+    held = host.objects.act(b"/o", Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", 0.0, 9.0, 3)
+    assert isinstance(held, Waiter) and host.answers() == []
+    host.end("old")
+    assert [(tag, msgspec.msgpack.decode(answer.answer)) for tag, answer in host.answers()] == [
+        (1, [b"new", b"b"]),
+        (3, [b"new", b"b"]),
+    ]
+    host.expect_nothing_left()
+
+
+def test_a_call_that_a_later_one_of_its_session_replaces_is_refused_and_counted_no_more() -> None:
+    host = Host()
+    host.act("0", 1, Give(2, 0, b"a", "all_gather"))
+    host.act("0", 2, Give(2, 0, b"b", "all_gather"))
+    other = "0, by a later call of the same process"
+    assert host.answers() == [(1, Refused("NameTaken", {"member": "0", "other": other}))]
+    assert host.act("1", 3, Give(2, 1, b"c", "all_gather")) == Done([b"b", b"c"])
+    assert [tag for tag, _ in host.answers()] == [2]
+    host.expect_nothing_left()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -42,6 +43,15 @@ elif what == "hold":
     rallypoint.Lock(store, "l", member=member).acquire()
     print("holds", flush=True)
     sys.stdin.read()
+elif what == "give":
+    from rallypoint.recipes import hosting
+    hosting.PROGRESS_S = 0.05
+    said = lambda waiting: print("earlier process" in waiting.reason and "held" or "given", flush=True)
+    exchange = rallypoint.Exchange(store, "e", 4, progress=said)
+    print("ready", flush=True)
+    sys.stdin.readline()
+    given = exchange.all_gather(int(member), str(os.getpid()).encode())
+    print("got", *(data.decode() for data in given), flush=True)
 elif what == "join":
     rallypoint.Group(store, "g").join(member)
     print("joined", flush=True)
@@ -66,10 +76,16 @@ def start() -> Iterator[Start]:
         child.communicate()
 
 
+@pytest.fixture
+def grace_s() -> float:
+    """How long the server keeps the session of one that was killed."""
+    return 0.5
+
+
 @pytest.fixture(params=["server", "leases", "file"])
-def url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str]:
+def url(request: pytest.FixtureRequest, tmp_path: Path, grace_s: float) -> Iterator[str]:
     if request.param != "file":
-        with rallypoint.Server(grace=0.5) as server:
+        with rallypoint.Server(grace=grace_s) as server:
             yield server.url if request.param == "server" else f"leases+{server.url}"
     else:
         with rallypoint.FileStore(str(tmp_path / "store")):  # so that the file outlives each process
@@ -105,6 +121,50 @@ def test_seven_hear_that_the_eighth_was_killed(url: str, start: Start) -> None:
         if member != 3:
             said = line(child)
             assert said.startswith("lost 3 (") and str(children[3].pid) in said
+
+
+def until(child: subprocess.Popen[str], word: str) -> str:
+    """Wait for a line that starts with a word; there may be others before it."""
+    while not (said := line(child)).startswith(word):
+        assert said, f"it ended before it said {word!r}"
+    return said
+
+
+def give(child: subprocess.Popen[str]) -> subprocess.Popen[str]:
+    """Let a child that is ready give what it has to the exchange."""
+    assert child.stdin
+    child.stdin.write("\n")
+    child.stdin.flush()
+    return child
+
+
+@pytest.mark.parametrize("grace_s", [3.0])
+def test_a_rank_that_is_killed_and_restarted_at_once_takes_its_place_again(url: str, start: Start) -> None:
+    """It gives other bytes than the process that was killed; the others wait with it, and get those of the living."""
+    others = [start(url, "give", str(rank)) for rank in range(3)]
+    lives = [start(url, "give", "3") for _ in range(4)]  # all at first, so that they are quick when they are needed
+    for child in [*others, *lives]:
+        until(child, "ready")
+    for child in others[:2]:
+        until(give(child), "given")
+    until(give(lives[0]), "given")
+    for before, after in itertools.pairwise(lives):
+        before.send_signal(signal.SIGKILL)
+        until(give(after), "held")
+    ranks = [*others[:2], give(others[2]), lives[-1]]
+    expected = " ".join(["got", *(str(child.pid) for child in ranks)])
+    assert [until(child, "got") for child in ranks] == [expected] * 4
+
+
+def test_a_second_living_process_of_a_rank_times_out_by_the_name_of_the_first(url: str, start: Start) -> None:
+    first = give(start(url, "give", "3"))
+    until(first, "given")
+    exchange = rallypoint.Exchange(connect(url), "e", 4)
+    with pytest.raises(rallypoint.MembersMissing, match=rf"rank 3's earlier process .*{first.pid}.* still holds"):
+        exchange.all_gather(3, b"other", 0.2)
+    others = [give(start(url, "give", str(rank))) for rank in range(3)]
+    expected = " ".join(["got", *(str(child.pid) for child in [*others, first])])
+    assert until(first, "got") == expected, "as if the second had not come"
 
 
 def test_the_lock_of_a_killed_holder_goes_to_the_next(url: str, start: Start) -> None:

@@ -42,6 +42,16 @@ def keeps_what_was_taken_back(gone: Method) -> Method:
     return mutant
 
 
+def holds_a_successor_for_ever(settled: Method) -> Method:
+    def mutant(self: Exchange, *arguments: Any) -> Any:
+        held, self.held = self.held, {}
+        step = settled(self, *arguments)
+        self.held = held
+        return step
+
+    return mutant
+
+
 def forgets_a_round_when_the_next_one_breaks(end: Method) -> Method:
     def mutant(self: Exchange, result: list[bytes], lost: list[str]) -> Any:
         if lost:
@@ -77,6 +87,7 @@ def simulate_all(hosting: str) -> None:
         (Barrier, "apply", opens_without_the_last, "went through the barrier, and . had not arrived"),
         (Barrier, "lost", waits_for_the_dead, "wait on"),
         (Exchange, "_gone", keeps_what_was_taken_back, "taken back or refused"),
+        (Exchange, "_settled", holds_a_successor_for_ever, "waits at the exchange, for nobody"),
         (Exchange, "_end", forgets_a_round_when_the_next_one_breaks, "taken back or refused|not given in one round"),
         (Lock, "_leave", hands_on_its_fence, "fence .* was that of"),
         (Lock, "lost", waits_for_the_dead, "with the dead|waits for the lock"),
