@@ -121,9 +121,10 @@ def test_the_launchers_page_tells_of_every_option():
     assert set(row.split()) <= options
 
 
-def test_the_rendezvous_page():
-    """What its example prints is what its comments say."""
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "rendezvous.md").read_text(), re.S)
+@pytest.mark.parametrize("page", ["rendezvous.md", "queues.md"])
+def test_the_example_of_a_page(page):
+    """What it prints is what its comments say."""
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(block, {})

@@ -261,6 +261,8 @@ class _Session:
             timer.cancel()
             self._waiting.pop(number, None)
         self._core.settle(reply)
+        if self._transport is not None and self.over is None:
+            self._transport.write(self._core.confirm())  # an item that was taken is this client's at once
         return reply
 
     def _give_up(self, future: asyncio.Future[Reply], operation: str, patience_s: float) -> None:

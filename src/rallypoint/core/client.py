@@ -107,6 +107,7 @@ class Client:
         self._again: set[int] = set()  # watches that were asked for again, for the session has moved
         self._pushes_seen = 0
         self._unconfirmed = 0
+        self._took_items = False  # and what confirms them may be lost with a connection
 
     def greet(self) -> bytes:
         """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
@@ -141,8 +142,12 @@ class Client:
         self._open = dict(sorted(self._open.items()))
 
     def repeat(self) -> bytes:
-        """Return, after a resumption, all requests that were not answered, as they were."""
-        return b"".join(self._open.values())
+        """Return, after a resumption, all requests that were not answered, as they were.
+
+        Items that were taken before are confirmed again, after a `Drop` among the requests: the server would else put
+        them back when the session ends, however much later that is.
+        """
+        return b"".join([*self._open.values(), *([self._confirmation()] if self._took_items else [])])
 
     def ask(self, kind: type[Request], *arguments: Any) -> bytes:
         """Give a request the next `number`, and return what to send."""
@@ -172,6 +177,9 @@ class Client:
         """Return what tells the server to forget what was delivered, or nothing when that was little."""
         if self._unconfirmed < CONFIRM_EVERY:
             return b""
+        return self._confirmation()
+
+    def _confirmation(self) -> bytes:
         self._unconfirmed = 0
         return frame(Confirm(0, self.number - 1, list(self._open), self._pushes_seen))
 
@@ -193,7 +201,9 @@ class Client:
             return None
         if reply.number != number or self._open.pop(number, None) is None:
             return None
-        self._unconfirmed += 1 + (size >> 14) if reply.result.__class__ is not bytes else CONFIRM_EVERY
+        self._unconfirmed += 1 + (size >> 14)
+        if reply.result.__class__ is bytes:
+            self._took()
         return reply
 
     def _read(self, payload: bytes) -> Reply:
@@ -216,7 +226,7 @@ class Client:
         if reply.number:
             self._open.pop(reply.number, None)
             if isinstance(reply.result, bytes):  # an item, which goes back to its queue if we die unconfirmed
-                self._unconfirmed += CONFIRM_EVERY
+                self._took()
             elif reply.number in self._watches and isinstance(reply.result, int):
                 self._watches[reply.number] = (self._watches[reply.number][0], reply.result)
         else:
@@ -224,6 +234,11 @@ class Client:
             number, event = reply.event()
             if number in self._watches:
                 self._watches[number] = (self._watches[number][0], event.revision)
+
+    def _took(self) -> None:
+        """Note that an item, or another answer that is bytes, has arrived: it is to be confirmed at once."""
+        self._unconfirmed += CONFIRM_EVERY
+        self._took_items = True
 
     def answered(self, number: int) -> bool:
         """Say whether a request has its answer, or was taken back."""
