@@ -10,6 +10,7 @@ import contextlib
 import socket
 import struct
 import threading
+from collections.abc import Sequence
 
 UP, DOWN = "up", "down"  # from the client to the server, and back
 
@@ -26,6 +27,10 @@ class Cutter:
         self._left: dict[str, int | None] = {UP: None, DOWN: None}
         self.passed = {UP: 0, DOWN: 0}
         self.refusing = False
+        self.half_open = False
+        """Whether a cut is hidden from the server, as where the network between is lost."""
+
+        self._open: list[socket.socket] = []
         self._stopped = False
         self.cut = threading.Event()
         self.connections = 0
@@ -42,6 +47,8 @@ class Cutter:
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # else it listens on for as long as a thread waits in accept
         self._listener.close()
+        _end(self._open)
+        self.half_open = False
         with self._lock:
             self._stopped = True
         self.cut_all()
@@ -70,7 +77,7 @@ class Cutter:
             self._left = {UP: None, DOWN: None}
             pairs, self._pairs = self._pairs, set()
         for pair in pairs:
-            _end(pair)
+            self._end(pair)
         self.cut.set()
 
     def _accept(self) -> None:
@@ -119,13 +126,20 @@ class Cutter:
                     break
         with self._lock:
             self._pairs.discard(pair)
-        _end(pair)
+        self._end(pair)
         if way:
             self.cut.set()
 
+    def _end(self, pair: tuple[socket.socket, socket.socket]) -> None:
+        """Let both sides see the end, after what was passed on; or only the client."""
+        if self.half_open:
+            self._open.append(pair[1])
+            _end(pair[:1])
+        else:
+            _end(pair)
 
-def _end(pair: tuple[socket.socket, socket.socket]) -> None:
-    """Let both sides see the end, after what was passed on."""
+
+def _end(pair: Sequence[socket.socket]) -> None:
     for sock in pair:
         with contextlib.suppress(OSError):
             sock.shutdown(socket.SHUT_RDWR)

@@ -197,7 +197,8 @@ class MachineScript:
         self.number += 1
         split = WHO.fullmatch(who)
         assert split is not None, who
-        return Call(split[1], split[2] or split[1], self.number, split[2] or "")
+        session, _, former = (split[2] or "").partition("<")
+        return Call(split[1], session or split[1], self.number, session, (former,) if former else ())
 
     def again(self, call: Call, command: Command, before: Outcome) -> None:
         """Apply once more: it must change nothing, and say the same; what was refused may be so for another reason."""

@@ -6,12 +6,14 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from tests.cutter import Cutter
 from tests.kinds import AMPLE_S, HOSTED, Open, together
 
+from rallypoint import Server, TCPStore
 from rallypoint.core import barrier as core
 from rallypoint.core.machine import Waiting
 from rallypoint.deadline import Deadline
-from rallypoint.errors import BadDeviceMap, Disagreement, MembersMissing, NameTaken, NotAMember
+from rallypoint.errors import BadDeviceMap, Disagreement, MembersMissing, NameTaken, NotAMember, SessionLost
 from rallypoint.recipes import hosting
 from rallypoint.recipes.barrier import Barrier
 from rallypoint.recipes.exchange import Exchange
@@ -215,6 +217,32 @@ def test_ranks_and_data_are_checked(open_store: Open) -> None:
         exchange.all_gather(3, b"")
     with pytest.raises(TypeError, match="must give bytes"):
         exchange.all_gather(0, "text")  # type: ignore[arg-type]
+
+
+def test_a_client_that_lost_its_session_takes_its_place_while_the_server_keeps_the_old_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The network between is gone, which the server has yet to notice."""
+    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+    with Server(grace=0.5) as server, Cutter(server.port) as cutter, ThreadPoolExecutor(2) as pool:
+        given, given_again = threading.Event(), threading.Event()
+        other = Exchange(TCPStore("127.0.0.1", server.port), "e", 2)
+        group = Group(TCPStore("127.0.0.1", server.port), "g")
+        store = TCPStore("127.0.0.1", cutter.port)
+        Group(store, "g").join("ann")
+        waits = pool.submit(Exchange(store, "e", 2, lambda _: given.set()).all_gather, 0, b"old", AMPLE_S)
+        assert given.wait(AMPLE_S)
+        cutter.half_open = cutter.refusing = True
+        cutter.cut_all()
+        with pytest.raises(SessionLost):
+            waits.result(AMPLE_S)
+        cutter.half_open = cutter.refusing = False
+        assert len(server.statistics()["sessions"]) == 3, "the server has noticed nothing"
+        again = TCPStore("127.0.0.1", cutter.port)
+        waits_again = pool.submit(Exchange(again, "e", 2, lambda _: given_again.set()).all_gather, 0, b"new", AMPLE_S)
+        assert given_again.wait(AMPLE_S)
+        assert other.all_gather(1, b"other", AMPLE_S) == waits_again.result(AMPLE_S) == [b"new", b"other"]
+        assert Group(again, "g").join("ann").id == group.members().members["ann"].id
 
 
 # Lock

@@ -166,7 +166,7 @@ class Lives:
         self.ledger.end(entry, outcome)
 
     def _begin(self, process: Process, key: str, command: Command) -> Entry:
-        call = Call(process.name, process.session, next(process.numbers))
+        call = Call(process.name, process.session, next(process.numbers), former=process.former)
         return self.ledger.begin(process, key, call, command)
 
     def _undo(self, process: Process, key: str, undo: type[Undo], entry: Entry) -> Life:

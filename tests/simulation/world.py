@@ -58,6 +58,9 @@ class Process:
         """Which line of its script comes next."""
 
         self.session = world.new_session(self)
+        self.former: tuple[str, ...] = ()
+        """The sessions that it has lost."""
+
         self.numbers = count(1)
         self.life: Life | None = None
         self.until: float | None = None
@@ -89,6 +92,7 @@ class Process:
 
     def renew(self) -> None:
         """Go on in a new session."""
+        self.former = (*self.former, self.session)
         self.session = self.world.new_session(self)
         self.waits = None
 

@@ -69,6 +69,8 @@ class Sessions:
             session = Session(self._engine, self.objects, new_id, hello.name, self.ledger, self._beating)
             self._opened += 1
             session.serial = str(self._opened)
+            former = (self._sessions.get(identity) for identity in hello.former)
+            session.former = tuple(one.serial for one in former if one is not None)
             self._sessions[new_id] = session
         else:
             unseen = session.resume(hello.pushes_seen)

@@ -5,6 +5,7 @@ Fed incrementally, bounded, without I/O: `store/wire.py` puts it on a socket for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -86,18 +87,22 @@ _ERRORS: dict[str, type[RallypointError]] = {
 class Client:
     """The client's end of one session, over as many connections as it takes.
 
-    With `server`, only one of that identity is taken for the store.
+    With `server`, only one of that identity is taken for the store. `former` are sessions that this process has lost:
+    what they hold in shared objects is still its own.
     """
 
-    def __init__(self, name: str, server: bytes = b"") -> None:
+    def __init__(self, name: str, server: bytes = b"", former: Sequence[bytes] = ()) -> None:
         self._name = name
+        self._former = list(former)
         self.server = server
         """The identity of the server, which several gateways of one store share."""
 
         self.hosts_objects = True
         """Whether shared objects live in the server."""
 
-        self._session = b""
+        self.session = b""
+        """The id of the session, which is a secret; empty before there is one."""
+
         self._frames = Frames(MAX_FRAME_BYTES)
         self.number = 1
         """What the next request will be numbered."""
@@ -112,14 +117,14 @@ class Client:
     def greet(self) -> bytes:
         """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
         self._frames = Frames(MAX_FRAME_BYTES)
-        return frame(Hello(VERSION, self._name, self._session, self._pushes_seen))
+        return frame(Hello(VERSION, self._name, self.session, self._pushes_seen, former=self._former))
 
     def welcome(self, reply: Reply, peer: str) -> float:
         """Read the answer to the greeting, and return the session's grace; raise why there is no session."""
         try:
             if reply.status != Status.OK:
                 identity, why = reply.result
-                if not self._session:
+                if not self.session:
                     raise BadMessage(f"refused: {why}")
                 raise (SessionLost if identity == self.server else ServerRestarted)(peer=peer, why=why)
             welcome = msgspec.convert(reply.result, Welcome)
@@ -127,7 +132,7 @@ class Client:
             raise BadMessage(f"the server's welcome makes no sense: {error}") from None
         if self.server not in (b"", welcome.server):
             raise ServerRestarted(peer=peer, why="its identity is another, and so is what it stores")
-        self.server, self._session = welcome.server, welcome.session
+        self.server, self.session = welcome.server, welcome.session
         self.hosts_objects = welcome.hosts_objects
         if not welcome.kept_watches:
             self._watch_again()

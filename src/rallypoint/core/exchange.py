@@ -7,7 +7,8 @@ looked yet, what the last round came to is kept until the next one is complete; 
 
 A rank may give twice in one round: a process that was killed and restarted while its old session lives on.
 - The same bytes count once, whoever gives them.
-- Other bytes of the same session take the place of those before, whose call is refused.
+- Other bytes of the same process, in the same session or after it lost that, take the place of those before, whose
+  call is refused.
 - Other bytes of another session are *held*: the call waits until the session that has the place ends or gives up, and
   then has the place, with its bytes; the round does not break. A round is not complete while a call is held, so nobody
   gets bytes of a dead process when its successor is here.
@@ -43,7 +44,7 @@ from rallypoint.core.machine import (
 __all__ = ["Exchange", "Give", "TakeBack"]
 
 REPLACED = 64
-"""How many calls are remembered of those that a later call of their own session took the place of."""
+"""How many calls are remembered of those that a later call of their own process took the place of."""
 
 
 class Give(Command, tag="exchange.give"):
@@ -94,7 +95,7 @@ class Exchange(Machine, kw_only=True):
     """Calls that wait for another session to give up their rank's place."""
 
     replaced: dict[str, str] = field(default_factory=dict)
-    """Calls whose place a later call of their own session has taken, and that call."""
+    """Calls whose place a later call of their own process has taken, and that call."""
 
     def apply(self, call: Call, command: Give | TakeBack, stamp: int) -> Step:
         """Give, look, or take back."""
@@ -170,7 +171,7 @@ class Exchange(Machine, kw_only=True):
         if wanted is None or self._agrees(command):
             return None
         given = [*self.calls.values(), *((give.rank, other) for give, other in self.held.values())]
-        others = [other for rank, other in given if (rank, other.session) != (command.rank, call.session)]
+        others = [other for rank, other in given if rank != command.rank or not call.owns(other)]
         return disagreement("exchange", str(command), str(wanted), others[0]) if others else None
 
     def _agrees(self, command: Give) -> bool:
@@ -181,13 +182,13 @@ class Exchange(Machine, kw_only=True):
         return [call for other, call in self.calls.values() if other == rank]
 
     def _rivals(self, call: Call, command: Give) -> list[Call]:
-        """Return the calls of other sessions that have given other bytes for this rank."""
+        """Return the calls of other processes that have given other bytes for this rank."""
         if self.data.get(command.rank, command.data) == command.data:
             return []
-        return [other for other in self._holders(command.rank) if other.session != call.session]
+        return [other for other in self._holders(command.rank) if not call.owns(other)]
 
     def _enter(self, call: Call, command: Give) -> list[Call]:
-        """Let a call have its rank's place; return the calls of its own session that had it and gave something else."""
+        """Let a call have its rank's place; return the calls of its own process that had it and gave something else."""
         replaced = []
         if command.rank in self.data and not (self._agrees(command) and self.data[command.rank] == command.data):
             replaced = self._holders(command.rank)

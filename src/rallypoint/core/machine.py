@@ -68,11 +68,17 @@ class Call(Struct, frozen=True, array_like=True, gc=False):
     session: Annotated[str, Meta(max_length=64)]
     number: int
     where: Annotated[str, Meta(max_length=MAX_NAME)] = ""
+    former: tuple[str, ...] = ()
+    """The sessions that the same process had before, and has lost: what they hold is its own."""
 
     @property
     def id(self) -> str:
         """What no other call has."""
         return f"{self.session}/{self.number}"
+
+    def owns(self, other: Call) -> bool:
+        """Say whether another call was made by the same process, in this session or one that it has lost."""
+        return other.session == self.session or other.session in self.former
 
     def __str__(self) -> str:
         return f"{self.member} ({self.where})" if self.where else self.member

@@ -26,7 +26,7 @@ from msgspec import Meta, Struct
 
 from rallypoint.core import barrier, c10d, exchange, lock, rendezvous, roster
 from rallypoint.core.c10d import BadMessage
-from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
+from rallypoint.core.limits import MAX_FORMER, MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
 from rallypoint.core.machine import Name
 
 __all__ = [
@@ -79,13 +79,14 @@ class Status:
 
 
 class Hello(Struct, array_like=True):
-    """Who calls: a name for people, and the session to go on with (empty: a new one)."""
+    """Who calls: a name for people, the session to go on with (empty: a new one), and those that its process lost."""
 
     version: int
     name: Annotated[str, Meta(max_length=256)]
     session: Annotated[bytes, Meta(max_length=64)] = b""
     pushes_seen: int = 0
     credentials: Annotated[bytes, Meta(max_length=4096)] = b""
+    former: Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=MAX_FORMER)] = []
 
 
 class Welcome(Struct, array_like=True):
@@ -227,8 +228,7 @@ class Drop(Request, tag=23):
 
 
 class Confirm(Request, tag=24):
-    """Not numbered, not answered: every request up to `last` but the open ones was answered, and every push up to
-    `pushes` was seen."""
+    """Not numbered or answered: all requests up to `last` but the open ones were answered, all pushes seen."""
 
     last: int
     open: Annotated[list[int], Meta(max_length=MAX_OPEN)]

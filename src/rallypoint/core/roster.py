@@ -165,18 +165,22 @@ class Roster(Machine, kw_only=True, dict=True):
         if refusal is not None:
             return Step(refusal)
         name = call.member
+        before = self.members.get(name)
+        dropped, woken = list[Call](), list[Call]()
+        if before is not None:
+            dropped, woken = [before.call], self._out([name], "lost", "lost: its session ended", stamp)
         self.members[name] = Member(stamp, call, command.info, command.devices, command.device_maps)
         self.joins[call.id] = name
         for peer, way in command.device_maps.items():
             self.reverse.setdefault(peer, {})[name] = {theirs: mine for mine, theirs in way.items()}
         reason = f"joined from {call.where}" if call.where else "joined"
-        woken = self._changed([Event("joined", name, stamp, stamp, reason)], stamp)
-        return Step(Done(self._view()), True, woken)
+        woken += self._changed([Event("joined", name, stamp, stamp, reason)], stamp)
+        return Step(Done(self._view()), True, woken, dropped=dropped)
 
     def _refuse(self, call: Call, command: Join) -> Refused | None:
         name, devices = call.member, set(command.devices)
         holder = self.members.get(name)
-        if holder is not None:
+        if holder is not None and (holder.call.session == call.session or not call.owns(holder.call)):
             return Refused("NameTaken", {"member": name, "other": str(holder.call)})
         if len(devices) < len(command.devices):
             twice = next(one for one in command.devices if command.devices.count(one) > 1)
@@ -188,7 +192,7 @@ class Roster(Machine, kw_only=True, dict=True):
             if refusal is not None:
                 return refusal
         for other, back in self.reverse.get(name, {}).items():
-            for device in back:
+            for device in back if other != name else ():  # what it mapped to itself before counts no more
                 if device not in devices:
                     return _bad_map(other, name, device, f"{other} maps to this device, and {name} has none such")
         return None

@@ -69,6 +69,7 @@ class Session:
         "_taken",
         "_waiting",
         "_watches",
+        "former",
         "id",
         "late",
         "link",
@@ -90,6 +91,9 @@ class Session:
         self.name = name
         self.serial = ""
         """What tells it from all other sessions, and is no secret, as its id is."""
+
+        self.former: tuple[str, ...] = ()
+        """The serials of sessions that the same process had before, and which have not ended here yet."""
 
         self.link: object = None
         """The host's connection that carries the session now, or None."""
@@ -322,7 +326,7 @@ class Session:
 
     def _act(self, request: native.Act, now: float) -> Any:
         number, timeout_s = request.number, request.timeout_s
-        call = Call(request.member, self.serial, request.call, self.name)
+        call = Call(request.member, self.serial, request.call, self.name, self.former)
         outcome = self._objects.act(request.name, call, request.command, self, now, timeout_s, number)
         return self._wait(outcome, number, timeout_s)
 

@@ -63,7 +63,7 @@ class BlobHost(Generic[S]):
         """Carry out a command, or look at one that waits; return why it still does when `wait_s` have passed."""
         deadline = Deadline(wait_s)
         place = f"{type(command).machine.kind}:{name}"
-        caller = Call(member, self.session, call, net.caller_name())
+        caller = Call(member, self.session, call, net.caller_name(), self.former)
         looks = False
         if isinstance(command, Undo):
             self._undone.append(command.call)
@@ -92,6 +92,11 @@ class BlobHost(Generic[S]):
     def session(self) -> str:
         """What this process goes by, as one that lives or not."""
         raise NotImplementedError
+
+    @property
+    def former(self) -> tuple[str, ...]:
+        """The sessions that this process had before, and has lost."""
+        return ()
 
     def _fetch(self, place: str) -> Found:
         """Return what is there; where there is nothing, `self._empty`."""

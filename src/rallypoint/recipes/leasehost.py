@@ -39,6 +39,11 @@ class LeaseHost(StoreHost):
         """That of this process on this store; it has a lease from now on."""
         return self._vigil.start()
 
+    @property
+    def former(self) -> tuple[str, ...]:
+        """The sessions that this process had before, and has lost."""
+        return self._vigil.former
+
     def make_sure(self, name: str, kind: type[Machine]) -> None:
         """Find out whether all who are in live, for nobody else may be here to notice; take out the dead."""
         place = f"{kind.kind}:{name}"

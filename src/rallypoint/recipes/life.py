@@ -31,6 +31,9 @@ __all__ = ["Keeper", "Life", "key_of", "life_of"]
 EXIT_S = 2.0
 """How long the end of a process may take for the sake of its signs of life."""
 
+FORMER = 4
+"""How many lost sessions a process remembers."""
+
 PULSES = "pulse:"
 
 
@@ -51,6 +54,9 @@ class Life:
     def begin(self) -> None:
         """Be a session that nobody has heard of: at first, and in a forked child."""
         self._lock = threading.Lock()
+        self.former: tuple[str, ...] = ()
+        """The sessions that were stopped here because others had ended them, the last ones."""
+
         self._renew()
 
     def _renew(self) -> None:
@@ -74,6 +80,7 @@ class Life:
             if self.session == session:
                 if self._keeper is not None:
                     self._keeper.stop()
+                self.former = (*self.former, session)[-FORMER:]
                 self._renew()
 
     def end(self) -> None:

@@ -35,6 +35,11 @@ class PulseHost(StoreHost):
         """That of this process on this store; it beats from now on."""
         return self._pulse.start()
 
+    @property
+    def former(self) -> tuple[str, ...]:
+        """The sessions that this process had before, and has lost."""
+        return self._pulse.former
+
     def make_sure(self, name: str, kind: type[Machine]) -> None:
         """Find out whether all who are in live, for nobody else may be here to notice; take out the dead.
 

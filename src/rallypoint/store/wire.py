@@ -52,7 +52,7 @@ from rallypoint.errors import (
     SessionLost,
     StoreClosed,
 )
-from rallypoint.store import keeper
+from rallypoint.store import keeper, lost_sessions
 from rallypoint.store.dial import NotOurs, answers, dial
 from rallypoint.store.ear import Ear, poll
 from rallypoint.store.route import Route
@@ -112,7 +112,7 @@ class Wire:
         self._sender, self._lock = threading.Lock(), threading.Lock()
         self._slots: dict[int, Slot] = {}
         self._over: RallypointError | None = None
-        self._core = Client(net.caller_name(), self._route.identity)
+        self._core = Client(net.caller_name(), self._route.identity, lost_sessions.of(self._peer))
         self._grace_s = 0.0
         self._mended, self._cut_at = 0, float("-inf")
         self._ping, self._pinged_at = 0, time.monotonic()
@@ -604,6 +604,8 @@ class Wire:
         with self._lock:
             if self._over is None:
                 self._over = reason
+                if not isinstance(reason, StoreClosed):
+                    lost_sessions.note(self._peer, self._core.session)
             for slot in list(self._slots.values()):
                 slot.give(self._over)
         with contextlib.suppress(OSError):
