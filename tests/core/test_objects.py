@@ -564,3 +564,58 @@ def test_a_call_that_a_later_one_of_its_session_replaces_is_refused_and_counted_
     assert host.act("1", 3, Give(2, 1, b"c", "all_gather")) == Done([b"b", b"c"])
     assert [tag for tag, _ in host.answers()] == [2]
     host.expect_nothing_left()
+
+
+# Refusals that are in doubt
+
+
+def test_a_call_that_is_refused_for_the_sake_of_one_who_may_be_dead_waits_for_its_end() -> None:
+    host = Host()
+    host.act("0", 1, Arrive(3))
+    host.objects.doubts.away("0")
+    waiter = host.act("1", 2, Arrive(2))
+    assert "0 is in the way" in host.look_away(waiter).reason
+    assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
+    host.end("0")
+    assert host.answers() == [], "it has arrived, and waits for the other one"
+    assert host.act("0'", 3, Arrive(["1", "0'"])).error == "Disagreement"
+    host.objects.act(b"/o", Call("0", "new", 4), Arrive(2), "new", 0.0, 9.0, 4)
+    assert host.answers() == [(2, Done())]
+    host.expect_nothing_left()
+
+
+def test_it_is_refused_when_the_other_one_comes_back() -> None:
+    host = Host()
+    host.act("0", 1, Arrive(3))
+    host.objects.doubts.away("0")
+    assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
+    assert isinstance(host.act("2", 3, Arrive(2)), Waiter)
+    host.objects.back("0", 0.0)
+    assert [(tag, answer.error) for tag, answer in host.answers()] == [(2, "Disagreement"), (3, "Disagreement")]
+    host.act("0", 4, Withdraw(1))
+    assert [tag for tag, _ in host.answers()] == [1]
+    host.expect_nothing_left()
+
+
+@pytest.mark.parametrize("how", ["undo", "end"])
+def test_it_may_be_taken_back_or_end_meanwhile(how: str) -> None:
+    host = Host()
+    host.act("0", 1, Arrive(3))
+    host.objects.doubts.away("0")
+    host.act("1", 2, Arrive(2))
+    if how == "undo":
+        assert host.act("1", 3, Withdraw(2)) == Done()
+        assert [tag for tag, _ in host.answers()] == [2]
+    host.end("1")
+    host.end("0")
+    host.expect_nothing_left()
+
+
+def test_one_that_asks_not_to_wait_is_refused_at_once() -> None:
+    host = Host()
+    host.act("0", 1, Arrive(3))
+    host.objects.doubts.away("0")
+    outcome = host.objects.act(b"/o", Call("1", "1", 2), Arrive(2), "1", 0.0, 0.0, 2)
+    assert isinstance(outcome, Refused) and outcome.error == "Disagreement"
+    host.end("0")
+    host.expect_nothing_left()

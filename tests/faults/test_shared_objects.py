@@ -189,6 +189,33 @@ def test_a_group_is_told_of_a_killed_member(url: str, start: Start) -> None:
     assert line(again) == "joined"
 
 
+WITHOUT_LEASES = pytest.mark.parametrize("url", ["server", "file"], indirect=True)
+"""Where a process can be suspected before its session ends; a lease is there, or it is not."""
+
+
+@WITHOUT_LEASES
+def test_a_member_that_is_killed_and_restarted_at_once_has_its_name_again(url: str, start: Start) -> None:
+    bob = start(url, "join", "bob")
+    assert line(bob) == "joined"
+    bob.send_signal(signal.SIGKILL)
+    bob.wait(AMPLE_S)
+    assert rallypoint.Group(connect(url), "g").join("bob").id
+
+
+@WITHOUT_LEASES
+def test_a_job_that_is_killed_and_restarted_at_once_with_fewer_members_agrees(url: str, start: Start) -> None:
+    """Those who were killed said that there are 8 members."""
+    killed = [start(url, "barrier", str(member)) for member in range(1, 4)]
+    until_missing(url, set("4567"))
+    for child in killed:
+        child.send_signal(signal.SIGKILL)
+        child.wait(AMPLE_S)
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(rallypoint.Barrier(connect(url), "b", 2).wait, member, AMPLE_S) for member in range(2)]
+        for wait in waits:
+            wait.result(AMPLE_S)
+
+
 def test_who_dies_as_soon_as_it_has_left_has_left(url: str, start: Start) -> None:
     """And the last one is out last, however often, in whatever order they come."""
     for late in range(3):

@@ -43,6 +43,8 @@ class Write(msgspec.Struct):
 class BytesHost:
     """A plain dict, and what may happen to messages on the way to it."""
 
+    waits_for_the_dead = False
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.blobs: dict[str, bytes] = {}

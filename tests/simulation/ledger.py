@@ -176,10 +176,17 @@ class Ledger(Struct, eq=False):
                 continue
             if entry.outcome.error == "MembersLost":
                 self._judge_lost(entry)
-            elif not isinstance(entry.command, Join) and not _asks_for_something_else(entry):
+            elif isinstance(entry.command, Join):
+                self._judge_join(entry)
+            elif not _asks_for_something_else(entry):
                 raise Wrong(f"{entry.call.id} was refused: {entry.outcome}")
         self._judge_barrier([entry for entry in self.entries if isinstance(entry.command, Arrive)])
         self._judge_exchange([entry for entry in self.entries if isinstance(entry.command, Give)])
+
+    def _judge_join(self, entry: Entry) -> None:
+        """Check that nobody is refused a name that is only a dead process's."""
+        if entry.outcome.error == "NameTaken" and self.world.host.waits_for_the_dead:
+            raise Wrong(f"{entry.call.id} was refused: {entry.outcome}")
 
     def _judge_lost(self, entry: Entry) -> None:
         """Check that a round broke for one that came to it and then stopped."""

@@ -31,6 +31,9 @@ ENDED = "ended"
 class ServerHost:
     """An engine and its objects, and the wires to all sessions."""
 
+    waits_for_the_dead = True
+    """Whether a call that only the dead are in the way of waits for their end."""
+
     def __init__(self, world: World) -> None:
         self.world = world
         self.engine = Engine()
@@ -39,6 +42,9 @@ class ServerHost:
         self.answers: dict[str, deque[tuple[int, Any]]] = {}
         self.parked: dict[tuple[str, int], Waiter] = {}
         self.ended: set[str] = set()
+        self.away: set[str] = set()
+        """The sessions whose connection is lost, for their process has crashed or does not answer."""
+
         self.tags = count(1)
 
     def call(self, process: Process, key: str, call: Call, command: Command, deadline: float) -> Life:
@@ -90,9 +96,18 @@ class ServerHost:
         self.engine.tick(self.world.now)
         self._drain()
         for session, process in self.world.by_session.items():
-            if session not in self.ended and process.still(self.world.now) and process.session == session:
+            if session in self.ended or process.session != session:
+                continue
+            if process.still(self.world.now):
                 self.world.note("ended", session)
                 self._end(session)
+            elif process.stopped_at is not None:
+                self.away.add(session)
+                self.objects.doubts.away(session)
+            elif session in self.away:
+                self.away.discard(session)
+                self.objects.back(session, self.world.now)
+                self._drain()
 
     def due(self) -> float:
         """Return when the next alarm rings."""

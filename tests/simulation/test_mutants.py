@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from rallypoint.core.barrier import Arrive, Barrier
+from rallypoint.core.doubts import Doubts
 from rallypoint.core.exchange import Exchange
 from rallypoint.core.lock import Lock
 from rallypoint.core.machine import WAIT, Call, Done, Step
@@ -76,6 +77,10 @@ def wakes_nobody(changed: Method) -> Method:
     return lambda self, events, stamp: changed(self, events, stamp)[:0]
 
 
+def doubts_nothing(of: Method) -> Method:
+    return lambda self, held, outcome, machine: False
+
+
 def simulate_all(hosting: str) -> None:
     for seed in range(1, SEEDS):
         simulate(seed, hosting)
@@ -101,6 +106,12 @@ def test_a_bug_is_found(
     monkeypatch.setattr(machine, method, mutate(getattr(machine, method)))
     with pytest.raises(Wrong, match=rf"seed \d+: Wrong\(.*({notices})"):
         simulate_all("bytes")
+
+
+def test_a_server_that_refuses_for_the_sake_of_the_dead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Doubts, "of", doubts_nothing(Doubts.of))
+    with pytest.raises(Wrong, match=r"was refused: Refused\(error='NameTaken'"):
+        simulate_all("server")
 
 
 def test_a_failure_tells_its_seed_and_its_story(monkeypatch: pytest.MonkeyPatch) -> None:

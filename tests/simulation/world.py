@@ -35,6 +35,9 @@ class Wrong(AssertionError):
 class Host(Protocol):
     """Where the machines are; what the world does to it."""
 
+    waits_for_the_dead: bool
+    """Whether a call that only the dead are in the way of waits for their end."""
+
     def deliver(self) -> bool:
         """Let a message arrive that is under way; say whether there was one."""
 

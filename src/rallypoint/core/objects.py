@@ -11,10 +11,12 @@ A few idle machines are remembered, for those who come back: so many, and so man
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any, NamedTuple
 
 import msgspec
 
+from rallypoint.core.doubts import Doubts
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
 from rallypoint.core.records import Shared, Waiter, Watch
@@ -80,6 +82,7 @@ class Objects:
         self._alarms: dict[Place, _Alarm] = {}
         self._idle: dict[Place, int] = {}
         self._idle_bytes = 0
+        self.doubts = Doubts()
 
     def act(
         self, name: bytes, call: Call, command: Command, owner: Any, now: float, timeout_s: float, tag: object
@@ -89,6 +92,7 @@ class Objects:
         machine = self._machines.get(place) or command.machine()
         if isinstance(command, Undo):
             held = (place, f"{call.session}/{command.call}")
+            self.doubts.settle(held)
             undone = self._pending.pop(held, None)
             if undone is not None:
                 self._engine.answer_call(undone.waiter, Refused("Undone", {}))
@@ -97,17 +101,24 @@ class Objects:
             self._make_room(held, machine, call, command)
         if self._late:
             self._looked(held)
-        if self._idle:
-            self._idle_bytes -= self._idle.pop(place, 0)
-        self._machines[place] = machine
-        step = machine.apply(call, command, self._engine.revision + 1)
-        freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
-        outcome = self._follow_up(place, machine, step, now, freed)
+        outcome = self._apply(held, machine, call, command, now, timeout_s > 0)
         if isinstance(outcome, (Done, Refused)):
             return outcome
         waiter = self._engine.park_call(name, owner, now + timeout_s, tag)
         self._pending[held] = waiter.call = _Pending(call, command, waiter)
         return waiter
+
+    def _apply(self, held: Held, machine: Machine, call: Call, command: Command, now: float, may_wait: bool) -> Outcome:
+        """Carry out a command, and what follows from it; one that is refused for what is in doubt waits, if it may."""
+        place = held[0]
+        if self._idle:
+            self._idle_bytes -= self._idle.pop(place, 0)
+        self._machines[place] = machine
+        step = machine.apply(call, command, self._engine.revision + 1)
+        if may_wait and self.doubts.of(held, step.outcome, machine):
+            return WAIT
+        freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
+        return self._follow_up(place, machine, step, now, freed)
 
     def why(self, waiter: Waiter) -> Waiting:
         """Say what a call waits for, when its waiter has ended by its deadline."""
@@ -115,7 +126,19 @@ class Objects:
         place = (command.machine, waiter.keys[0])
         self._pending.pop((place, call.id), None)
         machine = self._machines.get(place)
-        return Waiting("it was taken back") if machine is None else machine.why(call)
+        taken_back = Waiting("it was taken back")
+        return self.doubts.settle((place, call.id)) or (taken_back if machine is None else machine.why(call))
+
+    def back(self, session: str, now: float) -> None:
+        """Note that a session has a connection again, or has ended: look again at the calls that wait for that."""
+        self.doubts.over(session)
+        for held in self.doubts:
+            pending = self._pending[held]
+            machine = self._machines.get(held[0]) or held[0][0]()
+            outcome = self._apply(held, machine, pending.call, pending.command, now, True)
+            if isinstance(outcome, (Done, Refused)):
+                del self._pending[held]
+                self._engine.answer_call(pending.waiter, outcome)
 
     def end(self, session: str, now: float) -> None:
         """Tell all machines that a session has ended."""
@@ -123,6 +146,7 @@ class Objects:
         for held_call, size in held.items():
             self._engine.charge(b"", -size)
             self._pending.pop(held_call, None)
+            self.doubts.settle(held_call)
         places = dict.fromkeys(place for place, _ in held)
         for late in list(self._latecomers.get(session, ())):
             places[late[0]] = None
@@ -131,13 +155,11 @@ class Objects:
             machine = self._machines.get(place)
             if machine is not None:
                 self._follow_up(place, machine, machine.lost(session, self._engine.revision + 1), now)
+        self.back(session, now)
 
     def statistics(self) -> dict[str, int]:
         """Count the machines of each kind."""
-        counts: dict[str, int] = {}
-        for machine, _ in self._machines:
-            counts[machine.kind] = counts.get(machine.kind, 0) + 1
-        return counts
+        return dict(Counter(machine.kind for machine, _ in self._machines))
 
     def answer(self, handle: Waiter | Watch, answer: Any) -> bytes:
         """Let an alarm ring, which the engine delivers to us as its owner; unless it was stopped at the last moment."""
@@ -232,7 +254,8 @@ class Objects:
         """Count what a call will make the machine keep; refuse it, before anything changes, where the store is full."""
         (_, name), call_id = held
         parked = len(name) + ENTRY_BYTES
-        size = 0 if machine.keeps(call_id) else parked + len(call.member) + command.weight + ENTRY_BYTES
+        counted = machine.keeps(call_id) or held in self._held.get(call.session, ())
+        size = 0 if counted else parked + len(call.member) + command.weight + ENTRY_BYTES
         self._engine.charge(name, size, 2 * parked)  # the latter is needed if it has to wait, and for an alarm
         if size:
             self._held.setdefault(call.session, {})[held] = size

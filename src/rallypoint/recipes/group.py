@@ -88,7 +88,8 @@ class Group(Recipe):
         """Become a member; leave by the membership's `leave`, or its `with` block.
 
         `device_maps` says, for peers by name, to which of its devices each of ours goes. It must be one-to-one, and
-        name devices that both sides have; peers that come later are held to it. Raises NameTaken, BadDeviceMap; and
+        name devices that both sides have; peers that come later are held to it. Where the name belongs to a process
+        that may be dead, this waits until its session ends or it returns. Raises NameTaken, BadDeviceMap; and
         TypeError, ValueError or LimitExceeded, before anything is sent, for what no member could be.
         """
         member = name_of(member)
@@ -97,10 +98,8 @@ class Group(Recipe):
         if len(info) > MAX_VALUE_BYTES:
             raise LimitExceeded(what="the info of member", key=member, size=len(info), limit=MAX_VALUE_BYTES)
         command = roster.Join(info, devices_of(devices), device_maps_of(device_maps or {}))
-        call = self._object.next_call()
-        outcome = self._object.act(member, call, command, 0.0)
-        assert isinstance(outcome, Done)
-        return Membership(self, self._object, member, call, _view(outcome.answer))
+        call, view = self._object.perform(member, command, roster.Leave, self._object.deadline(None))
+        return Membership(self, self._object, member, call, _view(view))
 
 
 class Membership:

@@ -23,8 +23,9 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.core.doubts import BECAUSE_OF_OTHERS
 from rallypoint.core.limits import MAX_VALUE_BYTES
-from rallypoint.core.machine import Command, Done, Machine, Refused, Step, Waiting
+from rallypoint.core.machine import Command, Done, Machine, Refused, Step, Undo, Waiting
 from rallypoint.deadline import Deadline
 from rallypoint.errors import LimitExceeded, StoreTimeout
 from rallypoint.recipes.blob import BlobHost, Found, State
@@ -63,11 +64,15 @@ class StoreHost(BlobHost[ObjectState]):
 
     def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
         """Carry out a command, or look at one that waits; return why it still does when `wait_s` have passed."""
-        outcome = super().act(name, member, call, command, wait_s)
-        if isinstance(outcome, Refused) and outcome.error == "NameTaken":  # by one who may be dead
-            self.make_sure(name, command.machine)
+        try:
             outcome = super().act(name, member, call, command, wait_s)
-        return outcome
+            if not isinstance(outcome, Refused) or outcome.error not in BECAUSE_OF_OTHERS:
+                return outcome
+        except LimitExceeded:  # those who have come again need room beside what their dead processes gave
+            if isinstance(command, Undo):
+                raise
+        self.make_sure(name, command.machine)  # those who are in the way may be dead
+        return super().act(name, member, call, command, wait_s)
 
     def _fetch(self, place: str) -> Found:
         blob = bytes(self._store.compare_set(place, "", self._empty.decode()))
