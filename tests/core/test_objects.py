@@ -577,7 +577,9 @@ def test_a_call_that_is_refused_for_the_sake_of_one_who_may_be_dead_waits_for_it
     assert "0 is in the way" in host.look_away(waiter).reason
     assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
     host.end("0")
-    assert host.answers() == [], "it has arrived, and waits for the other one"
+    ((tag, answer),) = host.answers()
+    assert tag == 2 and isinstance(answer, Waiting), "it is to look again"
+    assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
     assert host.act("0'", 3, Arrive(["1", "0'"])).error == "Disagreement"
     host.objects.act(b"/o", Call("0", "new", 4), Arrive(2), "new", 0.0, 9.0, 4)
     assert host.answers() == [(2, Done())]
@@ -590,8 +592,10 @@ def test_it_is_refused_when_the_other_one_comes_back() -> None:
     host.objects.doubts.away("0")
     assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
     assert isinstance(host.act("2", 3, Arrive(2)), Waiter)
-    host.objects.back("0", 0.0)
-    assert [(tag, answer.error) for tag, answer in host.answers()] == [(2, "Disagreement"), (3, "Disagreement")]
+    host.objects.back("0")
+    assert [(tag, type(answer)) for tag, answer in host.answers()] == [(2, Waiting), (3, Waiting)]
+    for session, number in (("1", 2), ("2", 3)):
+        assert host.act(session, number, Arrive(2)).error == "Disagreement"
     host.act("0", 4, Withdraw(1))
     assert [tag for tag, _ in host.answers()] == [1]
     host.expect_nothing_left()
@@ -618,4 +622,22 @@ def test_one_that_asks_not_to_wait_is_refused_at_once() -> None:
     outcome = host.objects.act(b"/o", Call("1", "1", 2), Arrive(2), "1", 0.0, 0.0, 2)
     assert isinstance(outcome, Refused) and outcome.error == "Disagreement"
     host.end("0")
+    host.expect_nothing_left()
+
+
+# Deadlines that pass at the same moment
+
+
+@pytest.mark.parametrize("kind", ["barrier", "exchange"])
+def test_a_round_that_ends_in_the_moment_in_which_a_wait_for_it_does_is_not_forgotten(kind: str) -> None:
+    """A server lets waits end by their deadlines and then sessions by their grace, before it sends anything."""
+    host = Host()
+    commands = [Arrive(3) if kind == "barrier" else Give(3, rank, b"", "all_gather") for rank in range(2)]
+    for rank, command in enumerate(commands):
+        host.act(str(rank), 1, command)
+    host.engine.tick(9.0)
+    host.end("1")
+    told = [host.objects.why(waiter) for waiter, answer in host.engine.take() if isinstance(answer, TimedOut)]
+    assert len(told) == 2 and all(isinstance(one, Waiting) for one in told)
+    assert host.act("0", 1, commands[0]) == Refused("MembersLost", {"lost": ["1"]})
     host.expect_nothing_left()

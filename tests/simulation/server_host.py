@@ -106,7 +106,7 @@ class ServerHost:
                 self.objects.doubts.away(session)
             elif session in self.away:
                 self.away.discard(session)
-                self.objects.back(session, self.world.now)
+                self.objects.back(session)
                 self._drain()
 
     def due(self) -> float:

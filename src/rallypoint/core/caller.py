@@ -51,7 +51,7 @@ class Sessions:
     def __len__(self) -> int:
         return len(self._sessions)
 
-    def enter(self, hello: Hello, link: object, new_id: bytes, now: float) -> tuple[Session | None, bytes]:
+    def enter(self, hello: Hello, link: object, new_id: bytes) -> tuple[Session | None, bytes]:
         """Open or resume a session on a connection, from whichever carried it before; return it and what to answer."""
         if hello.version != native.VERSION:
             why = f"version {hello.version} of the protocol is not spoken here, only {native.VERSION}"
@@ -75,7 +75,7 @@ class Sessions:
         else:
             unseen = session.resume(hello.pushes_seen)
             self._away.pop(session, None)
-            self.objects.back(session.serial, now)
+            self.objects.back(session.serial)
         session.link = link
         welcome = Welcome(native.VERSION, self.identity, session.id, self.grace_s, bool(hello.session), True)
         return session, frame((0, Status.OK, welcome)) + unseen
@@ -167,7 +167,7 @@ class Caller:
     def _request(self, payload: bytes, now: float) -> bytes | Split:
         session = self.session
         if session is None:
-            return self._greet(payload, now)
+            return self._greet(payload)
         if session.link is not self._link:
             raise BadMessage("another connection carries its session now")
         try:
@@ -178,12 +178,12 @@ class Caller:
             raise BadMessage(session.overdue)
         return session.request(request, now)
 
-    def _greet(self, payload: bytes, now: float) -> bytes:
+    def _greet(self, payload: bytes) -> bytes:
         try:
             hello = _decode_hello(payload)
         except GARBLED as error:
             raise BadMessage(f"not a greeting: {error}") from None
-        self.session, reply = self._sessions.enter(hello, self._link, self._new_id, now)
+        self.session, reply = self._sessions.enter(hello, self._link, self._new_id)
         return reply
 
 

@@ -2,8 +2,8 @@
 
 A process that is killed and restarted at once finds its old session in its grace: its name in a group is taken, or the
 settings of the dead are not its own. Whether the old process comes back is known when the grace ends, so a call that
-would be refused because of another member waits while a session in that object has lost its connection. Then it is
-looked at again. A call that asks not to wait gets the refusal at once.
+would be refused because of another member waits while a session in that object has lost its connection. Then it
+looks again. A call that asks not to wait gets the refusal at once.
 
 Rejected: to leave it to the refused to try again. It cannot know for how long that is worth while.
 """
@@ -51,7 +51,7 @@ class Doubts:
         return True
 
     def settle(self, held: Any) -> Waiting | None:
-        """Forget a call; say why it waited, if it did."""
+        """Forget a call; say why it waited, if it did because of a doubt."""
         refusal = self._calls.pop(held, None)
         if refusal is None:
             return None

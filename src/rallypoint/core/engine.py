@@ -287,11 +287,13 @@ class Engine:
         """Let a call on a shared object wait."""
         return self._park(Waiter(Want.CALL, (name,), (), owner, deadline, tag))
 
-    def answer_call(self, waiter: Waiter, answer: Answer) -> None:
-        """Answer a call that waits, unless it was given up."""
-        if self._release(waiter):
-            self._unpark(waiter)
-            self.outbox.append((waiter, answer))
+    def answer_call(self, waiter: Waiter, answer: Answer) -> bool:
+        """Answer a call that waits, unless it was given up or its time is over; say whether that was done."""
+        if not self._release(waiter):
+            return False
+        self._unpark(waiter)
+        self.outbox.append((waiter, answer))
+        return True
 
     def charge(self, name: bytes, amount: int, spare: int = 0) -> None:
         """Count bytes that a shared object keeps, or no longer; refuse to if there is no room for these and more."""

@@ -101,24 +101,18 @@ class Objects:
             self._make_room(held, machine, call, command)
         if self._late:
             self._looked(held)
-        outcome = self._apply(held, machine, call, command, now, timeout_s > 0)
-        if isinstance(outcome, (Done, Refused)):
-            return outcome
-        waiter = self._engine.park_call(name, owner, now + timeout_s, tag)
-        self._pending[held] = waiter.call = _Pending(call, command, waiter)
-        return waiter
-
-    def _apply(self, held: Held, machine: Machine, call: Call, command: Command, now: float, may_wait: bool) -> Outcome:
-        """Carry out a command, and what follows from it; one that is refused for what is in doubt waits, if it may."""
-        place = held[0]
         if self._idle:
             self._idle_bytes -= self._idle.pop(place, 0)
         self._machines[place] = machine
         step = machine.apply(call, command, self._engine.revision + 1)
-        if may_wait and self.doubts.of(held, step.outcome, machine):
-            return WAIT
-        freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
-        return self._follow_up(place, machine, step, now, freed)
+        if timeout_s <= 0 or not self.doubts.of(held, step.outcome, machine):
+            freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
+            outcome = self._follow_up(place, machine, step, now, freed)
+            if isinstance(outcome, (Done, Refused)):
+                return outcome
+        waiter = self._engine.park_call(name, owner, now + timeout_s, tag)
+        self._pending[held] = waiter.call = _Pending(call, command, waiter)
+        return waiter
 
     def why(self, waiter: Waiter) -> Waiting:
         """Say what a call waits for, when its waiter has ended by its deadline."""
@@ -129,16 +123,11 @@ class Objects:
         taken_back = Waiting("it was taken back")
         return self.doubts.settle((place, call.id)) or (taken_back if machine is None else machine.why(call))
 
-    def back(self, session: str, now: float) -> None:
-        """Note that a session has a connection again, or has ended: look again at the calls that wait for that."""
+    def back(self, session: str) -> None:
+        """Note that a session has a connection again, or has ended: calls that are in doubt look again."""
         self.doubts.over(session)
         for held in self.doubts:
-            pending = self._pending[held]
-            machine = self._machines.get(held[0]) or held[0][0]()
-            outcome = self._apply(held, machine, pending.call, pending.command, now, True)
-            if isinstance(outcome, (Done, Refused)):
-                del self._pending[held]
-                self._engine.answer_call(pending.waiter, outcome)
+            self._engine.answer_call(self._pending.pop(held).waiter, self.doubts.settle(held))
 
     def end(self, session: str, now: float) -> None:
         """Tell all machines that a session has ended."""
@@ -155,7 +144,7 @@ class Objects:
             machine = self._machines.get(place)
             if machine is not None:
                 self._follow_up(place, machine, machine.lost(session, self._engine.revision + 1), now)
-        self.back(session, now)
+        self.back(session)
 
     def statistics(self) -> dict[str, int]:
         """Count the machines of each kind."""
@@ -187,13 +176,13 @@ class Objects:
             freed += self._settle(held, machine, call.session)
             pending = self._pending.get(held)
             if pending is None:
-                self._late.setdefault(place, _Late()).calls.add(held[1])
-                self._latecomers.setdefault(call.session, {})[held] = None
+                self._comes_late(held, call.session)
                 continue
             outcome = step.told or machine.apply(call, pending.command, self._engine.revision + 1).outcome
             if isinstance(outcome, (Done, Refused)):
                 del self._pending[held]
-                self._engine.answer_call(pending.waiter, _encoded_once(outcome, encoded))
+                if not self._engine.answer_call(pending.waiter, _encoded_once(outcome, encoded)):
+                    self._comes_late(held, call.session)  # its deadline passed a moment ago, and it looks again
         if self._late and place in self._late:
             self._count_late(place, freed)
         elif machine.idle:
@@ -234,6 +223,11 @@ class Objects:
         size = late.round + len(late.calls) * (len(place[1]) + ENTRY_BYTES)
         self._engine.size += size - late.size  # it is here, so it is too late to refuse it
         late.size = size
+
+    def _comes_late(self, held: Held, session: str) -> None:
+        """Note that a call, which does not wait at this moment, has yet to look how its wait ended."""
+        self._late.setdefault(held[0], _Late()).calls.add(held[1])
+        self._latecomers.setdefault(session, {})[held] = None
 
     def _looked(self, held: Held) -> None:
         """Note that a call, if it was late, is so no more."""
