@@ -40,9 +40,9 @@ class Meeting:
         self.told: dict[str, Any] = {}
         """What became of the last call of each node and watcher: a Round, a reason, a refusal, or WAIT."""
 
-    def join(self, name: str, session: str = "", **card: Any) -> Any:
+    def join(self, name: str, session: str = "", former: tuple[str, ...] = (), **card: Any) -> Any:
         card.setdefault("limits", self.limits)
-        return self._do(name, session, Join(**card))
+        return self._do(name, session, Join(**card), former)
 
     def watch(self, name: str, scope: int | None = None) -> Any:
         return self._do(f"watch {name}", name, Watch(self.machine.scope if scope is None else scope))
@@ -83,8 +83,8 @@ class Meeting:
         self.number += 1
         return self.number
 
-    def _do(self, name: str, session: str, command: Command) -> Any:
-        call = Call(name, session or name, self._next(), "host:1")
+    def _do(self, name: str, session: str, command: Command, former: tuple[str, ...] = ()) -> Any:
+        call = Call(name, session or name, self._next(), "host:1", former)
         self.calls[name] = call, command
         self.told[name] = self._apply(call, command)
         return self.told[name]
@@ -570,6 +570,24 @@ def test_who_waits_is_refused_when_a_round_is_formed_without_it_unless_as_a_spar
     call, command = meeting.calls["x"]
     assert meeting.machine.apply(call, command, 99).outcome == full_with("a", "b")
     assert meeting.look()["waiting"] == ["y"]
+
+
+# A process that has lost its session, which the server has not noticed
+
+
+def test_a_node_takes_its_own_place_whether_it_waits_or_is_in_a_round() -> None:
+    meeting = Meeting(2, 2)
+    meeting.join("a")
+    assert meeting.join("a", "another") == Refused("NameTaken", {"member": "a", "other": "a (host:1)"})
+    assert meeting.join("a", "a2", ("a",)) is WAIT and meeting.look()["waiting"] == ["a"]
+    assert meeting.join("b").size == 2
+    meeting.watch("b")
+    assert meeting.join("a", "a3", ("a", "a2")) is WAIT
+    assert meeting.told["watch b"] == "a (host:1) came again"
+    for session in ("a", "a2"):
+        meeting.lost(session)
+    meeting.join("b")
+    assert meeting.ranks() == {"a": 0, "b": 1}, "the end of the sessions that it has lost means nothing"
 
 
 # The end of a run

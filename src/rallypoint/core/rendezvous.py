@@ -273,7 +273,9 @@ class Rendezvous(Machine, kw_only=True):
             return Step(Done(self._round(name)))
         if self.closed is not None or 0 <= command.run < self.run:
             return Step(self._refusal(call.id))
-        other = waits or (member if member is not None and member.call.session != call.session else None)
+        stale = waits if waits is not None and waits.call.session in call.former else None
+        taken = waits if stale is None else None
+        other = taken or (member if member is not None and not call.owns(member.call) else None)
         if other is not None:
             return Step(Refused("NameTaken", {"member": name, "other": str(other.call)}))
         node = Node(call, command.rank, command.host, command.address, command.loopback)
@@ -287,14 +289,15 @@ class Rendezvous(Machine, kw_only=True):
         if not self.number:  # else it has been told to others
             self.run = max(self.run, command.run)
         woken: list[Call] = []
+        for own in filter(None, (stale, member)):
+            self._out(own)
         if member is not None:
-            self._out(member)
             woken = self._end(f"{call} came again")
         elif len(self.nodes) + len(self.finished) < self.limits.max_nodes:
             woken = self._end(f"{call} waits, and there is room for it")
         self._in(node)
         step = self._formed(WAIT, stamp, woken, node)
-        return step if member is None else step._replace(dropped=[member.call, *step.dropped])
+        return step._replace(dropped=[*(own.call for own in (stale, member) if own is not None), *step.dropped])
 
     def _waits_on(self, node: Node, command: Join) -> Step:
         """Let a node wait that does, unless a round was formed without it and it is not to be a spare."""

@@ -10,14 +10,13 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-from rallypoint import net
 from rallypoint.core.gathering import MAX_LAST_CALL_S, Limits
 from rallypoint.core.machine import MAX_MEMBERS, MAX_NAME
 from rallypoint.core.rendezvous import MAX_SETTINGS, MAX_TEXT
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.elastic.home import is_loopback
 
-__all__ = ["address_of", "cut", "has_died", "host_of", "is_this_process", "limits", "node_name", "quoted", "rank",
+__all__ = ["address_of", "cut", "has_died", "host_of", "limits", "node_name", "quoted", "rank",
            "round_prefix", "settings"]  # fmt: skip
 
 
@@ -104,11 +103,6 @@ def has_died(other: str) -> bool:
     except OSError:
         return False
     return False
-
-
-def is_this_process(other: str) -> bool:
-    """Return whether a node, by its name, is of this very process, in another session."""
-    return other.endswith(f"({net.caller_name()})")
 
 
 def host_of(store: Any) -> str:

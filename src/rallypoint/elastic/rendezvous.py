@@ -127,7 +127,6 @@ class Rendezvous(Recipe):
         self.node = card.node_name(node) if node is not None else _own_name(self._object)
         self._store = store
         self._named = node is not None
-        self._returns = False
         self._on_change = on_change
         self._progress = progress
         self._join = rendezvous.Join(
@@ -173,7 +172,7 @@ class Rendezvous(Recipe):
 
     def succeed(self, earlier: Rendezvous, same_server: bool) -> None:
         """Go on as the node that this process was in an earlier session; at another server the run is another, too."""
-        self.node, self._named, self._returns = earlier.node, earlier._named, True
+        self.node, self._named = earlier.node, earlier._named
         if same_server:
             self._join.run = earlier._join.run
 
@@ -209,11 +208,9 @@ class Rendezvous(Recipe):
                 time.sleep(AGAIN_S)
             except NameTaken as taken:
                 self._call = 0
-                mine = self._returns and card.is_this_process(taken.other)  # in a session that ends soon
-                until = deadline if mine else patience
-                if not until.expired() and (mine or self._named or card.has_died(taken.other)):
+                if not patience.expired() and (self._named or card.has_died(taken.other)):
                     if not waited:
-                        self._say_why(f"it waits up to {until.timeout_s:g} s for its name: {taken}")
+                        self._say_why(f"it waits up to {patience.timeout_s:g} s for its name: {taken}")
                     waited = True
                     time.sleep(AGAIN_S)
                     continue
