@@ -180,6 +180,35 @@ def test_who_was_started_again_since_is_not_among_those_who_failed_after_it(plac
     assert node.end() == 42 and "FAILED FIRST: exit code 42" in node.err and "after it" not in node.err
 
 
+def test_a_worker_that_is_killed_in_an_exchange_again_and_again_takes_its_place_in_it(place: Place) -> None:
+    """Each life gives other bytes, and dies once it waits; the last one lives, and all get what that one gave."""
+    code = """
+    import rallypoint
+    from rallypoint.recipes import hosting
+    hosting.PROGRESS_S = 0.05
+    store = rallypoint.worker().store
+    def waits(_):
+        if rank == 1 and restarts < 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif rank == 1:
+            store.set("here to stay", "")
+    if rank == 2:
+        store.wait(["here to stay"])
+    exchange = rallypoint.Exchange(store, "e", world, progress=waits)
+    while True:
+        try:
+            given = exchange.all_gather(rank, f"{rank}.{restarts}".encode(), 60)
+            break
+        except rallypoint.MembersLost:  # where it took longer than the grace to start again
+            pass
+    say("got", *(data.decode() for data in given))
+    """
+    options = ["--nproc-per-node=3", "--restart=worker", "--max-restarts=3", "--min-uptime=0"]
+    node = place.run(*options, place.script(code))
+    assert node.end() == 0, node.err
+    assert sorted(node.out.splitlines()) == ["got 0.0 1.3 2.0"] * 3
+
+
 def test_a_fault_of_the_launcher_itself_is_said(monkeypatch: pytest.MonkeyPatch, capfd: Any) -> None:
     monkeypatch.setattr("rallypoint.elastic.agent.Logs", lambda *_: {}["no such thing"])
     assert Agent(Job(run_id="run", command=Command("command", "true", ()))).run() == 1

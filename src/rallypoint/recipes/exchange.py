@@ -25,6 +25,9 @@ STATE_BYTES, CALL_BYTES = 16_384, 320
 class Exchange(Recipe):
     """Collectives of small data among `size` ranks, as often as they like, in the same order on all of them.
 
+    A rank that is restarted while its old session lives on, and gives other bytes, waits for that session's end; then
+    its bytes count. Until then the round is not complete.
+
     On our server a rank may give 8 MiB. On a store that only has bytes, all ranks together may give about 3 MiB, and
     each of them its share of that, a broadcast's root all of it. Raises LimitExceeded for more.
     """
