@@ -116,7 +116,7 @@ def waiting(scene: Scene) -> None:
     c = scene.start("c", "3")
     for node in (a, b, c):
         node.until(r"^up \d 3 0 ")
-    assert ("cut off" in b.err) == scene.noticed and "cut off" not in a.err + c.err
+    assert ("disconnected" in b.err) == scene.noticed and "disconnected" not in a.err + c.err
     end(a, b, c)
 
 

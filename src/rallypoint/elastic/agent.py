@@ -118,7 +118,8 @@ class Agent:
                 return self._too_late(closed)
             self._enter(world)
         code = self._watch_over()
-        self._meeting.done = False  # there is another round to come to, if it goes on
+        if code is None:
+            self._meeting.done = False  # there is another round to come to
         return code
 
     def _too_late(self, closed: RunClosed) -> int:
@@ -135,20 +136,20 @@ class Agent:
         deadline = done_by or Deadline(self._job.join_timeout_s)
         stopped = "; the workers are stopped" if self._gang.running else ""
         trying = f"looking for the server again for up to {deadline.remaining():.0f} s"
-        self._events.say("cut off", f"{why_lost(lost)}{stopped}; {trying}")
+        self._events.say("disconnected", f"{why_lost(lost)}{stopped}; {trying}")
         self._stop()
         self._gang.excused("the server")
         try:
-            restarted = self._attach_again(deadline)
+            self._attach_again(deadline)
         except NetworkError as error:
             if done_by is None:
                 raise MeetingError(in_words(error, self._came)) from error
             words = "the workers of this node have succeeded; what became of the others is not known"
             return self._ended(SUCCEEDED, f"{words}: {why_lost(error)}")
-        if restarted and self._came:
+        if self._meeting.forgotten and self._came:
             self._begin_again()
             return None
-        self._events.say("back", "the server answers again; this node returns to the run")
+        self._events.say("reconnected", "the server answers again; this node returns to the run")
         if done_by is not None:
             self._bell.ask(self._meeting.follow)
             self._heard = False
@@ -163,13 +164,15 @@ class Agent:
             reason = f"{reason}; restart budget exhausted ({budget} of {budget} used)"
             self._bell.ask(lambda: self._meeting.end_run(FAILED, reason))
             raise MeetingError(f"the run cannot go on: {reason}")
+        self._meeting.forgotten = False
         self._events.say("restart", f"{reason}; restart {used} of {budget}")
 
-    def _attach_again(self, deadline: Deadline) -> bool:
+    def _attach_again(self, deadline: Deadline) -> None:
         """Attach to the server until the deadline, whatever fails."""
         while True:
             try:
-                return self._meeting.attach(deadline)
+                self._meeting.attach(deadline)
+                return
             except NetworkError:
                 if deadline.expired():
                     raise

@@ -4,7 +4,7 @@ The server is that of --store, which runs; or that of an endpoint, which whoever
 outlives them all; or, for a node that is alone, a child on a free port. Where --store is etcd, it is a gateway to that.
 
 A session with the server may be lost: the node was cut off for longer than its grace, or the server died. `attach`
-opens another, under the same name, and says whether the server is another one, which knows nothing of the run.
+opens another, under the same name, and notes whether the server is another one, which knows nothing of the run.
 
 Rejected: to have the store open sessions by itself. What hung on the lost one is gone, and only the agent knows what
 follows from that: its workers have to stop.
@@ -64,6 +64,9 @@ class Meeting:
         self.done = False
         """Whether the others were told that this node's workers have succeeded."""
 
+        self.forgotten = False
+        """Whether the server is another one than at first, and knows nothing of the run; the agent sets it back."""
+
         self.failed = ""
         """Why this node ends in failure, if it does: said when it leaves."""
 
@@ -72,8 +75,8 @@ class Meeting:
 
     # The session
 
-    def attach(self, deadline: Deadline) -> bool:
-        """Open a session with the server; return whether that is another server than before, which has forgotten all.
+    def attach(self, deadline: Deadline) -> None:
+        """Open a session with the server, for the first time or after one was lost.
 
         Raises NetworkError where no server answers by the deadline.
         """
@@ -91,7 +94,7 @@ class Meeting:
             else:
                 rendezvous.succeed(self.rendezvous, same)
         self._home, self._server_id, self.board, self.rendezvous = at, at.server_id, board, rendezvous
-        return not first and not same
+        self.forgotten = self.forgotten or not (first or same)
 
     def close(self) -> None:
         """Leave the run, if the server answers, and end the session."""
