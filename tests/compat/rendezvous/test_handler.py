@@ -361,7 +361,7 @@ def test_everybody_may_leave_and_come_back(nodes: Nodes) -> None:
 
 def test_survivors_of_a_lost_node_come_again_and_so_does_it(nodes: Nodes) -> None:
     backends = [Memory(nodes.states) for _ in range(3)]
-    handlers = [nodes.make(2, 3, backend=backend) for backend in backends]
+    handlers = [nodes.make(2, 3, backend=backend, last_call_s=1.0) for backend in backends]  # in which all three come
     infos = meet(*handlers)
     by_rank = sorted(range(3), key=lambda number: infos[number].rank)
     stays, keeps, goes = (handlers[number] for number in by_rank)

@@ -41,8 +41,8 @@ log = logging.getLogger("rallypoint.rendezvous")
 LEAST_PAUSE_S, MOST_PAUSE_S = 0.01, 1.0
 GROWTH = 1.5
 
-LEAST_RETREAT_S, MOST_RETREAT_S = 0.001, 0.1
-"""How long somebody who has lost a race for the blob stands back: twice as long after each, within these."""
+LEAST_RETREAT_S, MOST_RETREAT_S = 0.000_01, 0.1
+"""How long somebody who has lost a race for the blob stands back: at first hardly, then twice as long after each."""
 
 MOST_OUTAGE_S = 1.0
 """How long to stand back, at most, from a backend that keeps nothing: one that answers None again and again."""
