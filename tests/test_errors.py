@@ -158,7 +158,7 @@ SAMPLES: list[Sample] = [
     ),
     sample(
         NoQuorum,
-        ["etcd://a:2379,b:2379/jobs", "within 2 s", "a:2379: refused", "b:2379: no answer", "not known", "half"],
+        ["etcd://a:2379,b:2379/jobs", "timeout of 2 s", "a:2379: refused", "b:2379: no answer", "not known", "half"],
         NetworkError,
         TimeoutError,
         store="etcd://a:2379,b:2379/jobs",
@@ -289,6 +289,11 @@ def test_it_has_its_facts_as_fields(sample: Sample) -> None:
 @each
 def test_its_sentence_says_the_facts(sample: Sample) -> None:
     assert [fact for fact in sample.facts if fact not in str(sample.error)] == []
+
+
+@each
+def test_a_time_out_has_the_word(sample: Sample) -> None:
+    assert "timeout" in str(sample.error) or not isinstance(sample.error, TimeoutError)
 
 
 @each

@@ -35,6 +35,7 @@ launcher may send it to another process. `except` clauses choose by whose fault 
         ├── ServerFailed       a server child did not come up
         └── NoQuorum           no majority of an etcd cluster answers; also a TimeoutError
 
+The sentence of every error that is a TimeoutError has the word "timeout", for which PyTorch's users look in its errors.
 Misuse (a wrong type, a bad port number) is a plain `TypeError` or `ValueError`. Names of PyTorch's errors are in
 `rallypoint.compat`. Rejected: error codes; people would match on them as they now match on strings.
 """
@@ -145,7 +146,7 @@ class StoreTimeout(StoreError, TimeoutError):
         of = f", {len(missing)} of {len(keys)} keys" if len(keys) > 1 else ""
         super().__init__(
             f"{operation} timed out after {timeout_s:g} s: {what or f'still missing {_some(missing)}{of}'} in {store}. "
-            f"Is the process that writes it alive, and does it use the same store and prefix?",
+            f"Is the process that writes it alive, does it use the same store and prefix, is the timeout long enough?",
             operation=operation,
             keys=tuple(keys),
             missing=tuple(missing),
@@ -177,8 +178,8 @@ class WorkersMissing(StoreError, TimeoutError):
         who = f"; missing: {_few(missing)}" if missing else ""
         here = f"; here: {_few(members)}" if members else ""
         super().__init__(
-            f"{joined} of {world_size} clients joined {store} within {timeout_s:g} s{who}{here}. "
-            f"Were all of them started, with this address, port and world size?",
+            f"timed out: {joined} of {world_size} clients joined {store} within {timeout_s:g} s{who}{here}. "
+            f"Were all of them started, with this address, port and world size, is the timeout long enough?",
             store=store,
             joined=joined,
             world_size=world_size,
@@ -339,7 +340,7 @@ class MembersMissing(MeetingError, TimeoutError):
     ) -> None:
         advice = advice or "Look at the missing: are they running, and do they use the same store and name?"
         super().__init__(
-            f"{thing} timed out for member {member} after {timeout_s:g} s: {reason}. {advice}",
+            f"{thing} timed out for member {member} after a timeout of {timeout_s:g} s: {reason}. {advice}",
             thing=thing,
             member=member,
             missing=tuple(missing),
@@ -503,8 +504,8 @@ class ConnectFailed(NetworkError, TimeoutError):
     def __init__(self, *, peer: str, timeout_s: float, tried: Mapping[str, str]) -> None:
         each = "; ".join(f"{address}: {why}" for address, why in tried.items()) or "no address was found"
         super().__init__(
-            f"no store answered at {peer} within {timeout_s:g} s ({each}). "
-            f"Is the server up, is this the right address, and does a firewall let it through?",
+            f"connection timed out: no store answered at {peer} within {timeout_s:g} s ({each}). "
+            f"Is the server up, is this the right address, does a firewall let it through, is the timeout long enough?",
             peer=peer,
             timeout_s=timeout_s,
             tried=dict(tried),
@@ -605,8 +606,9 @@ class NoQuorum(NetworkError, TimeoutError):
     def __init__(self, *, store: str, timeout_s: float, tried: Mapping[str, str]) -> None:
         each = "; ".join(f"{address}: {why}" for address, why in tried.items())
         super().__init__(
-            f"{store} did not answer within {timeout_s:g} s ({each}). Whether a change was made is not known. "
-            f"etcd answers while more than half of its members are up and reach each other: see to those",
+            f"{store} did not answer within the timeout of {timeout_s:g} s ({each}). "
+            f"Whether a change was made is not known. etcd answers while more than half of its members are up and "
+            f"reach each other: see to those",
             store=store,
             timeout_s=timeout_s,
             tried=dict(tried),

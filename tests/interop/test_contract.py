@@ -203,3 +203,69 @@ def be_client_of_port_0(house: str) -> str:
 
 def test_a_client_of_port_0_finds_no_server(crew: Crew, house: str) -> None:
     assert crew.start(be_client_of_port_0, house).result() == "network error"
+
+
+# Words that people look for in errors
+
+WORDS = {
+    "hash get": "timeout",
+    "hash wait": "timeout",
+    "hash multi_get": "timeout",
+    "tcp get": "timeout",
+    "tcp wait": "timeout",
+    "tcp queue_pop": "timeout",
+    "tcp barrier": "timeout",
+    "tcp pop of nothing": "empty",
+    "file get": "timeout",
+    "port taken": "address already in use|EADDRINUSE",
+    "nobody there": "timed out",
+    "workers missing": "timed out|clients joined",
+    "world size 0": "world size|cannot be 0",
+    "prefix of nothing": "cannot be None",
+}
+"""What fails, and words that PyTorch's error and ours both have, whatever their case."""
+
+
+def fail(house: str, folder: str) -> dict[str, str]:
+    """Return the words of the error that each call raises."""
+    module = importlib.import_module(house)
+    tcp = module.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    hashed, file, brief = module.HashStore(), module.FileStore(f"{folder}/file", 1), timedelta(milliseconds=20)
+    for store in (tcp, hashed, file):
+        store.set_timeout(BRIEF if store is file else brief)
+    calls = [
+        lambda: hashed.get("k"),
+        lambda: hashed.wait(["k"], brief),
+        lambda: hashed.multi_get(["k"]),
+        lambda: tcp.get("k"),
+        lambda: tcp.wait(["j", "k"], brief),
+        lambda: tcp.queue_pop("q"),
+        lambda: tcp.barrier("b", 2, brief),
+        lambda: tcp.queue_pop("q", False),
+        lambda: file.get("k"),
+        lambda: module.TCPStore(HOST, tcp.port, is_master=True, timeout=BRIEF),
+        lambda: module.TCPStore(HOST, 1, timeout=brief),
+        lambda: module.TCPStore(HOST, 0, 2, True, timeout=brief),
+        lambda: module.TCPStore(HOST, 0, 0, True, timeout=brief),
+        lambda: module.PrefixStore("p", None),
+    ]
+    return {name: words_of(call) for name, call in zip(WORDS, calls, strict=True)}
+
+
+def words_of(call: Any) -> str:
+    try:
+        call()
+    except Exception as error:
+        return str(error)
+    raise AssertionError("it went through")
+
+
+def test_errors_have_the_words_that_people_look_for(crew: Crew, house: str, tmp_path: Path) -> None:
+    said = crew.start(fail, house, str(tmp_path)).result()
+    lacking = {
+        name: (word, said[name])
+        for name, words in WORDS.items()
+        for word in words.split("|")
+        if word.lower() not in said[name].lower()
+    }
+    assert not lacking

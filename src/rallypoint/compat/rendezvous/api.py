@@ -61,9 +61,11 @@ class RendezvousParameters:
         if not backend:
             raise ValueError("the name of the rendezvous backend must not be empty")
         if min_nodes < 1:
-            raise ValueError(f"a rendezvous needs at least one node: min_nodes is {min_nodes}")
+            raise ValueError(f"the minimum number of nodes must be greater than zero: min_nodes is {min_nodes}")
         if max_nodes < min_nodes:
-            raise ValueError(f"max_nodes ({max_nodes}) must not be less than min_nodes ({min_nodes})")
+            raise ValueError(
+                f"the maximum, max_nodes ({max_nodes}), must not be less than the minimum, min_nodes ({min_nodes})"
+            )
         self.backend = backend
         self.endpoint = endpoint
         self.run_id = run_id
@@ -84,7 +86,7 @@ class RendezvousParameters:
         for truth, words in _WORDS.items():
             if str(value).lower() in words:
                 return truth
-        raise ValueError(f"the rendezvous option {key!r} must be true or false, not {value!r}")
+        raise ValueError(f"the rendezvous option {key!r} must be a boolean (true or false), not {value!r}")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
         """Return an option that is a whole number, or text of one."""
@@ -94,7 +96,7 @@ class RendezvousParameters:
         try:
             return int(value)
         except ValueError as error:
-            raise ValueError(f"the rendezvous option {key!r} must be a whole number, not {value!r}") from error
+            raise ValueError(f"the rendezvous option {key!r} must be an integer, not {value!r}") from error
 
     def __repr__(self) -> str:
         facts = ", ".join(f"{name}={value!r}" for name, value in vars(self).items())
@@ -227,8 +229,8 @@ class RendezvousHandlerRegistry:
         handler = creator(params)
         if handler.get_backend() != params.backend:
             raise RuntimeError(
-                f"the rendezvous backend {params.backend!r} was asked for, and its creator {creator!r} made a handler "
-                f"of {handler.get_backend()!r}"
+                f"the rendezvous backend {handler.get_backend()!r} of the handler that {creator!r} made does not match "
+                f"the requested {params.backend!r}"
             )
         return handler
 

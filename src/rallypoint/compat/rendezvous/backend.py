@@ -112,8 +112,8 @@ class C10dRendezvousBackend(RendezvousBackend):
             raise
         except (ValueError, RuntimeError, OSError) as error:
             raise RendezvousConnectionError(
-                f"the state of the rendezvous cannot be reached: {operation} of {self._key!r} in {self._store!r} "
-                f"failed with {_brief(error)}"
+                f"the connection to the state of the rendezvous has failed: {operation} of {self._key!r} "
+                f"in {self._store!r} raised {_brief(error)}"
             ) from error
         return value
 
@@ -159,7 +159,7 @@ def _create_file_store(params: RendezvousParameters, timeout: timedelta) -> File
         return FileStore(path, timeout=timeout)
     except (RallypointError, OSError) as error:
         raise RendezvousConnectionError(
-            f"the file of the rendezvous, {path!r}, is no store: {_brief(error)}"
+            f"the connection to the store of the rendezvous in the file {path!r} has failed: {_brief(error)}"
         ) from error
 
 
@@ -173,7 +173,8 @@ def _create_tcp_store(params: RendezvousParameters, timeout: timedelta) -> TCPSt
         return _host_or_join(host, port, timeout) if is_host else _join(host, port, timeout)
     except RallypointError as error:
         raise RendezvousConnectionError(
-            f"the store of the rendezvous at {net.Endpoint(host, port)} cannot be had ({role}): {_brief(error)}"
+            f"the connection to the store of the rendezvous at {net.Endpoint(host, port)} has failed ({role}): "
+            f"{_brief(error)}"
         ) from error
 
 

@@ -54,7 +54,7 @@ class RendezvousClosedError(RendezvousError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """The rendezvous did not come about in time."""
+    """The rendezvous did not come about within its timeout."""
 
 
 class RendezvousConnectionError(RendezvousError, NetworkError):

@@ -75,8 +75,9 @@ def check(settings: RendezvousSettings) -> None:
     if not settings.run_id:
         raise ValueError("the run id must not be empty")
     if settings.min_nodes < 1:
-        raise ValueError(f"a rendezvous needs at least one node: min_nodes is {settings.min_nodes}")
+        raise ValueError(f"the minimum number of nodes must be greater than zero: min_nodes is {settings.min_nodes}")
     if settings.max_nodes < settings.min_nodes:
-        raise ValueError(f"max_nodes ({settings.max_nodes}) must not be less than min_nodes ({settings.min_nodes})")
+        most, least = settings.max_nodes, settings.min_nodes
+        raise ValueError(f"the maximum, max_nodes ({most}), must not be less than the minimum, min_nodes ({least})")
     if settings.max_nodes > MAX_MEMBERS:
         raise ValueError(f"max_nodes must be at most {MAX_MEMBERS}, not {settings.max_nodes}")

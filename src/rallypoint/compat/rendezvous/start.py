@@ -56,7 +56,7 @@ def await_start(store: Any, deadline: Deadline, is_over: Callable[[], bool]) -> 
             look = Deadline(SLICE_S)
         if deadline.expired():
             raise RendezvousTimeoutError(
-                f"the node of rank 0 has not said within {deadline.timeout_s:g} s where workers start"
+                f"the node of rank 0 has not said within the timeout of {deadline.timeout_s:g} s where workers start"
             )
         pace.pause(1, min(deadline.remaining(), look.remaining()))
     return True

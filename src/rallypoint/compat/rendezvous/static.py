@@ -84,17 +84,20 @@ def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
     """Make the handler of the node whose rank is the option `rank`, of `max_nodes`; `timeout` is in seconds (600)."""
     rank = params.get_as_int("rank")
     if rank is None:
-        raise ValueError("a static rendezvous needs the option 'rank' (torchrun: --node-rank)")
+        raise ValueError("a static rendezvous needs the option 'rank', which is absent (torchrun: --node-rank)")
     if not 0 <= rank < params.max_nodes:
         raise ValueError(
             f"the option 'rank' must be 0 to {params.max_nodes - 1} for {params.max_nodes} nodes, not {rank}"
         )
     if not (params.endpoint or "").strip():
-        raise ValueError("a static rendezvous needs an endpoint (torchrun: --master-addr and --master-port)")
+        raise ValueError(
+            "a static rendezvous needs an endpoint, which is absent (torchrun: --master-addr and --master-port)"
+        )
     host, port = parse_rendezvous_endpoint(params.endpoint, -1)
     if port == -1:
         raise ValueError(
-            f"the endpoint {params.endpoint!r} of a static rendezvous needs a port (torchrun: --master-port)"
+            f"the endpoint {params.endpoint!r} of a static rendezvous needs a port, which is absent "
+            f"(torchrun: --master-port)"
         )
     timeout_s = params.get_as_int("timeout", TIMEOUT_S)
     return StaticTCPRendezvous(

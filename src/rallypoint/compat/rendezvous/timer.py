@@ -63,7 +63,7 @@ class _PeriodicTimer:
 
     def _refuse_if_started(self) -> None:
         if self._thread is not None:
-            raise RuntimeError("the timer was started already; make another one")
+            raise RuntimeError("the timer has already started; make another one")
 
 
 def _end(stop: threading.Event, thread: threading.Thread | None) -> None:
