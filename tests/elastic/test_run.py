@@ -11,6 +11,7 @@ import select
 import signal
 import subprocess
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,44 @@ def test_what_cannot_be_started(place: Place) -> None:
         node = place.run("--no-python", "--max-restarts=3", what)
         assert node.end() == code
         assert len(node.err.splitlines()) == 1 and why in node.err and "Traceback" not in node.err
+
+
+def test_a_script_or_module_that_is_not_there_uses_no_restart(place: Place) -> None:
+    (place.where / "empty").mkdir()
+    for what, code, why in (
+        (["nosuch.py"], 127, "'nosuch.py': No such file"),
+        (["-m", "nosuch.sub"], 127, "'nosuch.sub': no module named 'nosuch'"),
+        (["empty"], 126, "'empty': it is a directory, and has no __main__.py"),
+    ):
+        node = place.run("--max-restarts=3", "--nproc-per-node=2", *what)
+        assert node.end() == code
+        assert len(node.err.splitlines()) == 1 and why in node.err and "Traceback" not in node.err
+
+
+def test_what_python_can_run_is_run(place: Place) -> None:
+    hello = "print('hello', flush=True)"
+    (place.where / "folder").mkdir()
+    for name in ("folder/__main__.py", "beside.py"):
+        (place.where / name).write_text(hello)
+    with zipfile.ZipFile(place.where / "packed", "w") as packed:
+        packed.writestr("__main__.py", hello)
+    os.mkfifo(place.where / "pipe")
+    nodes = [place.run(*what) for what in (["folder"], ["packed"], ["-m", "beside"], ["pipe"])]
+    (place.where / "pipe").write_text(hello)
+    for node in nodes:
+        assert (node.end(), node.out) == (0, "hello"), node.err
+
+
+def test_what_is_sure_before_python_is_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "secret.py").touch()
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    problem = Command("script", str(tmp_path / "secret.py"), ()).problem({})
+    assert isinstance(problem, PermissionError) and problem.strerror == "Permission denied"
+    assert Command("script", "-", ()).problem({}) is None
+    assert Command("command", "nosuch", ()).problem({}) is None
+    assert Command("module", "nosuch", ()).problem({"PYTHONPATH": "/elsewhere"}) is None
+    assert Command("module", "", ()).problem({}) is None
+    assert Command("module", "json.tool", ()).problem({}) is None
 
 
 def test_one_that_dies_young_is_started_after_a_pause_and_a_signal_ends_the_pause(place: Place) -> None:

@@ -64,6 +64,12 @@ class Crew:
     def start(self, ranks: Sequence[int]) -> Failure | None:
         """Start workers; return what is known of one that cannot be started at all."""
         self._attempt += 1
+        problem = self._job.command.problem(self._job.environment)
+        if problem is not None:  # each start of Python would find that out, and use up a restart
+            why = problem.strerror or str(problem)
+            unstartable = WorkerUnstartable(command=[self._job.command.what], why=why)
+            unstartable.__cause__ = problem
+            return self._unstartable(ranks[0], unstartable)
         for rank in ranks:
             try:
                 self._start(rank)

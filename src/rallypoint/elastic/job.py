@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import importlib.machinery
+import importlib.util
 import os
+import stat
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -45,6 +50,17 @@ class Command(NamedTuple):
         """Return it as a list of words."""
         start = {"script": [sys.executable, "-u"], "module": [sys.executable, "-u", "-m"], "command": []}[self.kind]
         return [*start, self.what, *self.arguments]
+
+    def problem(self, environment: Mapping[str, str]) -> OSError | None:
+        """Say why Python cannot run this, where that is sure without trying; a command is left to the kernel.
+
+        `environment` is what workers get beside this process's own: it may tell Python to look elsewhere.
+        """
+        if self.kind == "script" and self.what != "-":
+            return _unreadable(self.what)
+        if self.kind == "module" and not any(name.startswith("PYTHON") for name in environment):
+            return _unknown(self.what.partition(".")[0])
+        return None
 
 
 class Job(msgspec.Struct, frozen=True, kw_only=True):
@@ -88,6 +104,28 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def alone(self) -> bool:
         """Whether this is all on one node, which nobody else is to join."""
         return self.max_nodes == 1 and self.endpoint is None and self.store is None
+
+
+def _unreadable(path: str) -> OSError | None:
+    """Say why a script cannot be read. Pipes and such are not opened: there is one reader too many for them here."""
+    try:
+        mode = os.stat(path).st_mode
+    except OSError as error:
+        return error
+    if stat.S_ISDIR(mode) and not os.path.exists(os.path.join(path, "__main__.py")):
+        return IsADirectoryError(errno.EISDIR, "it is a directory, and has no __main__.py")
+    if stat.S_ISREG(mode) and not os.access(path, os.R_OK):
+        return PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    return None
+
+
+def _unknown(module: str) -> OSError | None:
+    """Say that there is no such module or package, here or among what Python has installed."""
+    try:
+        found = importlib.util.find_spec(module) or importlib.machinery.PathFinder.find_spec(module, [os.getcwd()])
+    except (ImportError, ValueError, OSError):
+        return None  # Python will say
+    return None if found else FileNotFoundError(errno.ENOENT, f"no module named {module!r}")
 
 
 def node_range(text: str) -> tuple[int, int]:
