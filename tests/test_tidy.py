@@ -91,7 +91,7 @@ LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/server/gateway_session.py": (450, "every request of our protocol on etcd, and what is under way"),
     "src/rallypoint/server/gateway_torch.py": (350, "one wire protocol on etcd, every message of it"),
     "src/rallypoint/net.py": (400, "resolving, binding and connecting share their rules"),
-    "src/rallypoint/elastic/agent.py": (395, "one loop: what may happen to a node, and what is done about each"),
+    "src/rallypoint/elastic/agent.py": (400, "one loop: what may happen to a node, and what is done about each"),
     "src/rallypoint/server/house.py": (305, "everything that one server process holds, and what connections call"),
     "src/rallypoint/elastic/rendezvous.py": (335, "the whole of the public class: joining, watching, leaving, closing"),
     "src/rallypoint/torchrun.py": (335, "the whole plug-in: what torchrun calls, and the store that it gets"),

@@ -145,7 +145,7 @@ def done(scene: Scene) -> None:
         node.until(r"^up \d 2 0 ")
     finished, works = (a, b) if scene.cut.side == "a" else (b, a)
     finished.signal("SIGUSR1")
-    finished.until('"event": "finish"')
+    finished.until('"event": "done"')
     scene.last()
     if scene.noticed:
         b.until(BACK)

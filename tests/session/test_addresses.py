@@ -270,7 +270,7 @@ def test_one_that_welcomes_and_hangs_up_is_left(ways: list[Cutter]) -> None:
     with through(ways) as store:
         store.set("k", "v")
         core = store._backend._wire._core  # type: ignore[attr-defined]
-        with Impostor(ACCEPTED, [VERSION, core.server, core._session, DEADLINE_S, True]) as sick:
+        with Impostor(ACCEPTED, [VERSION, core.server, core.session, DEADLINE_S, True]) as sick:
             ways[0].redirect(sick.port)
             assert store.get("k") == b"v"
             assert store.port == ways[1].port
@@ -390,7 +390,7 @@ def test_when_all_are_gone_the_session_is_lost() -> None:
 def test_a_session_that_ended_meanwhile_is_lost_at_every_address(server: rallypoint.Server, ways: list[Cutter]) -> None:
     with through(ways) as store:
         wire = store._backend._wire  # type: ignore[attr-defined]
-        wire._core._session = b"ended"
+        wire._core.session = b"ended"
         ways[0].stop()
         with pytest.raises(rallypoint.SessionLost, match=rf"{ways[1].port} \(one of 127.*knows no such session"):
             store.get("k")

@@ -200,6 +200,8 @@ class Meeting:
     def finish(self) -> None:
         """Tell the others that this node's workers have succeeded."""
         self.board.finish(self.rendezvous.node)
+        if not self.done:
+            self._events.say("done", "the other nodes know that this one is done", to_people=False)
         self.done = True
 
     def standing(self, status: Status | None = None) -> Standing:
