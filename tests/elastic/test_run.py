@@ -485,8 +485,11 @@ def test_a_log_dir_that_is_none_is_said(place: Place) -> None:
 
 DAEMON = """
 import subprocess
-daemon = "(env -i setsid sh -c 'echo daemon $$; exec sleep 1000' &)"  # no group, no parent, no environment
-subprocess.run(["sh", "-c", daemon], check=True)
+reader, writer = os.pipe()
+os.dup2(writer, 9)
+daemon = "(env -i setsid sh -c 'echo daemon $$; echo >&9; exec sleep 1000' &)"  # no group, no parent, no environment
+subprocess.run(["sh", "-c", daemon], check=True, pass_fds=[9])
+os.read(reader, 1)
 if sys.argv[1:]:
     sys.exit(int(sys.argv[1]))
 stay()
