@@ -390,7 +390,7 @@ def test_the_search_for_a_common_port_ends(recorded: type[Recorded]) -> None:
 @pytest.mark.parametrize(
     ("number", "words"),
     [
-        (errno.EADDRINUSE, "address already in use (EADDRINUSE)"),
+        (errno.EADDRINUSE, "EADDRINUSE: address already in use"),
         (errno.EADDRNOTAVAIL, "not an address of this machine"),
         (errno.EACCES, "permission denied"),
         (errno.ENOBUFS, os.strerror(errno.ENOBUFS)),
@@ -416,7 +416,7 @@ def test_a_taken_port_is_refused_and_the_others_are_given_back(opened: ExitStack
     taken = port_of(opened.enter_context(listen(["127.0.0.1"], 0)[0]))
     with pytest.raises(AddressTaken) as caught:
         listen(["::1", "127.0.0.1"], taken)
-    assert (caught.value.address, caught.value.why) == (f"127.0.0.1:{taken}", "address already in use (EADDRINUSE)")
+    assert (caught.value.address, caught.value.why) == (f"127.0.0.1:{taken}", "EADDRINUSE: address already in use")
     assert not accepts("::1", taken)
 
 

@@ -504,8 +504,8 @@ class ConnectFailed(NetworkError, TimeoutError):
     def __init__(self, *, peer: str, timeout_s: float, tried: Mapping[str, str]) -> None:
         each = "; ".join(f"{address}: {why}" for address, why in tried.items()) or "no address was found"
         super().__init__(
-            f"connection timed out: no store answered at {peer} within {timeout_s:g} s ({each}). "
-            f"Is the server up, is this the right address, does a firewall let it through, is the timeout long enough?",
+            f"connection timed out: no store answered at {peer} within {timeout_s:g} s, the timeout ({each}). "
+            f"Is the server up, is this the right address, and does a firewall let it through?",
             peer=peer,
             timeout_s=timeout_s,
             tried=dict(tried),

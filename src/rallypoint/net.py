@@ -67,7 +67,7 @@ _BACKLOG = 4096
 _WILDCARDS = ("0.0.0.0", "::")
 _WORDS = {
     errno.ECONNREFUSED: "refused, nothing listens there",
-    errno.EADDRINUSE: "address already in use (EADDRINUSE)",
+    errno.EADDRINUSE: "EADDRINUSE: address already in use",
     errno.EADDRNOTAVAIL: "not an address of this machine",
     errno.EACCES: "permission denied (ports below 1024 usually need privileges)",
 }
