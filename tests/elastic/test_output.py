@@ -179,6 +179,16 @@ def test_a_line_without_end_is_passed_on_in_pieces_and_not_kept(screen: Screen) 
     assert max(sizes) < stream.PIECE_BYTES
 
 
+def test_what_is_teed_begins_as_told_and_nothing_else(screen: Screen, tmp_path: Path) -> None:
+    teed, shown = Route(True, tmp_path / "out"), Route(True)
+    run(
+        screen.pump.open("n:0", teed, shown, prefix=False, header="<0>:"),
+        "import sys; print('a\\nb'); print('c', file=sys.stderr)",
+    )
+    assert screen.close() == [b"<0>:a\n<0>:b\n", b"c\n"]
+    assert (tmp_path / "out").read_text() == "a\nb\n"
+
+
 def test_a_rank_has_its_colour_where_colours_are_wanted() -> None:
     screen = Screen(colour=True)
     for rank in (0, 1):

@@ -23,6 +23,7 @@ from tests.wire import AMPLE_S, until
 
 import rallypoint
 from rallypoint.cli import main
+from rallypoint.core.gang import Rules
 from rallypoint.elastic.agent import Agent
 from rallypoint.elastic.bell import Bell, Signalled
 from rallypoint.elastic.board import Board
@@ -39,6 +40,7 @@ TOLD = frozenset(
 )
 """What torchrun 2.13 tells two workers."""
 
+ABBREVIATED = Command("script", "x.py", ("--redirect", "3", "script.py"))
 STAY = "stay()"
 TELL = "say(json.dumps(dict(os.environ)))"
 
@@ -485,11 +487,9 @@ def test_a_log_dir_that_is_none_is_said(place: Place) -> None:
 
 DAEMON = """
 import subprocess
-reader, writer = os.pipe()
-os.dup2(writer, 9)
-daemon = "(env -i setsid sh -c 'echo daemon $$; echo >&9; exec sleep 1000' &)"  # no group, no parent, no environment
-subprocess.run(["sh", "-c", daemon], check=True, pass_fds=[9])
-os.read(reader, 1)
+daemon = "(env -i setsid sh -c 'echo daemon $$; exec sleep 1000' &)"  # no group, no parent, no environment
+told = subprocess.Popen(["sh", "-c", daemon], stdout=subprocess.PIPE).stdout.readline()  # else it may not come to that
+say(told.decode().strip())
 if sys.argv[1:]:
     sys.exit(int(sys.argv[1]))
 stay()
@@ -579,7 +579,7 @@ def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
     assert (node.end(), node.out) == (0, "0")
     for what in (
         "--monitor-interval does nothing here: workers are watched",
-        "--rdzv-conf is_host does",
+        "--rdzv-conf is_host does nothing here: the server is this node's own",
         "--start-method does",
     ):
         assert f"rallypoint run: {what}" in node.err
@@ -588,7 +588,10 @@ def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--nproc-per-nod=2"], "--nproc-per-node"),
+        (["--nproc-per-noed=2"], "--nproc-per-node"),
+        (["--rdzv=x"], "--rdzv could be any of --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id: write more"),
+        (["--resta=node"], "--resta could be any of --restart, --restart-budget: write more of it"),
+        (["--rdzv-conf=is_host='true'"], """'is_host' must be true or false, not "'true'\""""),
         (["--nnodes=2"], "--nnodes=2 needs a place to meet: --rdzv-endpoint=HOST:PORT"),
         (["--nnodes=3:2"], "MIN not above MAX"),
         (["--nproc-per-node=gpus"], "write a number, auto, cpu or gpu"),
@@ -638,6 +641,14 @@ def test_a_mistake_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch, wor
         ("--local-ranks-filter=", {"shown_ranks": None}),
         ("--grace=3 --shutdown-timeout=4 --exit-timeout=5", {"grace_s": 3.0, "exit_timeout_s": 5.0}),
         ("--shutdown-timeout=4", {"grace_s": 4.0, "exit_timeout_s": 300.0}),
+        ("--redirect 3 --nproc=2 --max 4 -t1 -mq", {"redirects": "3", "workers": 2, "tee": "1", "quiet": True}),
+        ("--re 1 --restart node", {"redirects": "1", "rules": Rules(restart="node", min_uptime_s=5.0)}),
+        ("--node n --exit=7 --env-f=/dev/null", {"node": "n", "exit_timeout_s": 7.0}),
+        ("--nn 1 --standal x.py --redirect 3", {"redirects": "0", "command": ABBREVIATED}),
+        ("-r 3 --module --tee 1 -- --redirect", {"redirects": "3", "tee": "1"}),
+        ("--rdzv-endp h:1 --rdzv-conf is_host=F", {"is_host": False, "notes": ()}),
+        ("--rdzv-endp h:1 --rdzv-conf is_host=y", {"is_host": True}),
+        ("--rdzv-endp h:1", {"is_host": None, "line_prefix": ""}),
     ],
 )
 def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, words: str, facts: dict[str, object]) -> None:
@@ -646,6 +657,15 @@ def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, words: str, facts: d
     monkeypatch.setattr(Agent, "run", lambda _: 0)
     assert CliRunner().invoke(main, ["run", *words.split(), "script.py"]).exit_code == 0
     assert {name: getattr(jobs[0], name) for name in facts} == facts
+
+
+def test_who_is_host_is_as_told(place: Place) -> None:
+    meet = ["--nnodes=2", f"--rdzv-endpoint=localhost:{place.port}", "--rdzv-id=job"]
+    guest = place.run(*meet, "--rdzv-conf=is_host=false,join_timeout=0.3", place.script("say(rank)"))
+    assert guest.end() == 1 and "no store answered at localhost" in guest.err
+    nodes = [place.run(*meet, f"--rdzv-conf=is_host={told}", place.script("say(rank)")) for told in ("no", "yes")]
+    assert [node.end() for node in nodes] == [0, 0]
+    assert sorted(node.out for node in nodes) == ["0", "1"]
 
 
 def test_runs_whose_names_begin_alike_have_nothing_in_common() -> None:

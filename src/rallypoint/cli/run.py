@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import uuid
 from collections.abc import Callable
@@ -11,6 +12,7 @@ import click
 
 from rallypoint import net
 from rallypoint.cli import COMMANDS
+from rallypoint.cli.prefixes import PrefixCommand
 from rallypoint.core.gang import Rules
 from rallypoint.core.gathering import MAX_LAST_CALL_S
 from rallypoint.core.machine import MAX_MEMBERS
@@ -34,11 +36,13 @@ from rallypoint.store.url import parse_url
 __all__ = ["command"]
 
 CONF = {"join_timeout": 600.0, "last_call_timeout": 5.0}
-"""The options of --rdzv-conf that mean something here."""
+"""The options of --rdzv-conf that are times, and what they are by default."""
+
+HOST = "is_host"
+"""The one that says whether this node starts the server, whatever the endpoint's address is."""
 
 NO_MATTER = {
     "store_type": "there is one kind of server",
-    "is_host": "whoever has the endpoint's address starts the server",
     "read_timeout": "the server answers or is known to be gone",
     "timeout": "the server answers or is known to be gone",
     "close_timeout": "closing is one request",
@@ -63,6 +67,9 @@ NOTED = {
 
 KINDS = {"monitor_interval": click.FLOAT, "start_method": click.Choice(["spawn", "fork", "forkserver"])}
 """What of these is checked, as torchrun does."""
+
+LINE_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
+"""The variable that says, as for torchrun, what teed lines begin with."""
 
 NOTES = f"{__name__}.notes"
 TORCH_PORT = 29500
@@ -95,18 +102,21 @@ def _read(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parame
     return callback
 
 
-def _conf(text: str) -> dict[str, float]:
-    """Read --rdzv-conf."""
+def _conf(text: str) -> dict[str, Any]:
+    """Read --rdzv-conf; quotes are part of a value, as for torchrun."""
     if not text.strip():
         return dict(CONF)
+    from rallypoint.compat.rendezvous.api import RendezvousParameters
     from rallypoint.compat.rendezvous.endpoint import _parse_rendezvous_config
 
-    told = dict(CONF)
+    told: dict[str, Any] = dict(CONF)
     for name, value in _parse_rendezvous_config(text).items():
         if name in NO_MATTER:
             _note(f"--rdzv-conf {name}", NO_MATTER[name])
+        elif name == HOST:
+            told[name] = RendezvousParameters("rallypoint", "", "none", 1, 1, is_host=value).get_as_bool(name)
         elif name not in CONF:
-            raise ValueError(f"there is no {name!r}; there are {', '.join([*CONF, *NO_MATTER])}")
+            raise ValueError(f"there is no {name!r}; there are {', '.join([*CONF, HOST, *NO_MATTER])}")
         else:
             told[name] = _seconds(name, value)
     return told
@@ -166,6 +176,7 @@ def _noted(function: Any) -> Any:
 
 
 @click.command(
+    cls=PrefixCommand,
     short_help=COMMANDS["run"],
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": None},
 )
@@ -179,7 +190,7 @@ def _noted(function: Any) -> Any:
     help="host:port of the server; whoever has that address starts it.",
 )
 @_option("rdzv-id", default="", callback=_read(run_name), help="The name of the run, the same on all nodes.")
-@_option("rdzv-conf", default="", callback=_read(_conf), help="join_timeout=…, last_call_timeout=…, in seconds.")
+@_option("rdzv-conf", default="", callback=_read(_conf), help="join_timeout=…, last_call_timeout=…, is_host=…")
 @_option("max-restarts", default=0, type=click.IntRange(0), help="As --restart-budget.")
 @_option("role", default="default", help="What the workers are called.")
 @_option("log-dir", callback=_read(directory), help="Where output and failure.json go.")
@@ -241,6 +252,15 @@ def _of_master(address: str | None, port: int | None, nodes: int) -> str:
     return str(net.Endpoint(address or "127.0.0.1", TORCH_PORT if port is None else port))
 
 
+def _rules(told: dict[str, Any]) -> Rules:
+    return Rules(
+        restart=told["restart"],
+        budget=told["max_restarts"] if told["restart_budget"] is None else told["restart_budget"],
+        min_uptime_s=told["min_uptime"],
+        final_codes=told["final_codes"] or (),
+    )
+
+
 def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
     least, most = told["nnodes"]
     if told["standalone"] and least > 1:
@@ -255,7 +275,10 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         )
     if told["module"] and told["no_python"]:
         raise click.UsageError("--module and --no-python exclude each other: SCRIPT is a module, or any command")
-    conf = told["rdzv_conf"] or CONF
+    conf: dict[str, Any] = told["rdzv_conf"] or dict(CONF)
+    store = None if told["standalone"] else told["store"]
+    if HOST in conf and (store or not endpoint):
+        _note(f"--rdzv-conf {HOST}", "the server of --store runs already" if store else "the server is this node's own")
     kind = "module" if told["module"] else "command" if told["no_python"] else "script"
     grace = next(value for value in (told["grace"], told["shutdown_timeout"], 30.0) if value is not None)
     return Job(
@@ -265,17 +288,13 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         workers=told["nproc_per_node"],
         run_id=told["rdzv_id"] or (uuid.uuid4().hex if most == 1 else UNNAMED),
         endpoint=endpoint or None,
-        store=None if told["standalone"] else told["store"],
+        is_host=conf.get(HOST),
+        store=store,
         node=told["node"],
         node_rank=told["node_rank"],
         local_address=told["local_addr"],
         role=told["role"],
-        rules=Rules(
-            restart=told["restart"],
-            budget=told["max_restarts"] if told["restart_budget"] is None else told["restart_budget"],
-            min_uptime_s=told["min_uptime"],
-            final_codes=told["final_codes"] or (),
-        ),
+        rules=_rules(told),
         grace_s=grace,
         exit_timeout_s=told["exit_timeout"],
         join_timeout_s=conf["join_timeout"],
@@ -284,6 +303,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         redirects=told["redirects"],
         tee=told["tee"],
         shown_ranks=told["local_ranks_filter"],
+        line_prefix=os.environ.get(LINE_PREFIX, ""),
         environment=told["env_file"] or {},
         quiet=told["quiet"],
         json=told["json"],

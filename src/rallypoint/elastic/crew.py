@@ -13,6 +13,7 @@ import socket
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
+from string import Template
 
 from rallypoint.core.gang import Exit
 from rallypoint.deadline import Deadline
@@ -86,7 +87,9 @@ class Crew:
             for stream in (Std.OUT, Std.ERR)
         )
         label = f"{world.node}:{rank}"
-        feed = self._pump.open(label, out, err, rank=rank, prefix=self._prefix)
+        names = {"role_name": self._job.role, "rank": rank, "local_rank": local}
+        header = Template(self._job.line_prefix).safe_substitute(names)
+        feed = self._pump.open(label, out, err, rank=rank, prefix=self._prefix, header=header)
         told = environment(world, rank, self._job.environment, str(errors))
         worker = Worker(self._job.command.words(), told, label, feed.stdout, feed.stderr, self._warden)
         try:

@@ -74,6 +74,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     endpoint: str | None = None
     """Where the server is, or will be started by whoever has that address; None: one of our own, on a free port."""
 
+    is_host: bool | None = None
+    """Whether this node starts the server of the endpoint; None: if it has that address."""
+
     store: str | None = None
     """The URL of a server that runs already."""
 
@@ -94,6 +97,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     redirects: str = "0"
     tee: str = "0"
     shown_ranks: frozenset[int] | None = None
+    line_prefix: str = ""
+    """What lines begin with that are teed, with $role_name, $rank and $local_rank in it; empty: as all others do."""
+
     environment: dict[str, str] = {}
     quiet: bool = False
     json: bool = False

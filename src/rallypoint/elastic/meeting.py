@@ -131,7 +131,7 @@ class Meeting:
                 return home.on_etcd(url.text, job.run_id, within_s, self._bell.ring)
         endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
         with self._searching(f"no server answers at {endpoint} yet"):
-            store = home.find_or_start(endpoint, False if url else None, within_s, self._in_vain)
+            store = home.find_or_start(endpoint, False if url else job.is_host, within_s, self._in_vain)
         return home.Home(store, net.Endpoint(endpoint.host, store.port))
 
     @contextlib.contextmanager

@@ -55,16 +55,19 @@ class Pump:
         self._thread = threading.Thread(target=self._run, name="output of workers", daemon=True)
         self._thread.start()
 
-    def open(self, label: str, stdout: Route, stderr: Route, *, rank: int = 0, prefix: bool = True) -> Feed:
+    def open(
+        self, label: str, stdout: Route, stderr: Route, *, rank: int = 0, prefix: bool = True, header: str = ""
+    ) -> Feed:
         """Make the ends that a worker writes to; its lines are shown as `[label] …`, in the colour of its rank.
 
-        Raises OSError where a file cannot be made.
+        Those that go to a file too begin with `header` instead, if there is one. Raises OSError where a file cannot be
+        made.
         """
         if self._closing:
             raise ValueError("the pump is closed")
-        streams = [Stream(stdout, self._out, label, rank, prefix)]
+        streams = [Stream(stdout, self._out, label, rank, prefix, header)]
         try:
-            streams.append(Stream(stderr, self._err, label, rank, prefix))
+            streams.append(Stream(stderr, self._err, label, rank, prefix, header))
         except OSError:
             streams[0].abandon()
             raise

@@ -71,13 +71,15 @@ class Console:
 class Stream:
     """One stream of one worker: the pipe, what is held of a line, and where it goes."""
 
-    def __init__(self, to: Route, console: Console, label: str, rank: int, prefix: bool) -> None:
+    def __init__(self, to: Route, console: Console, label: str, rank: int, prefix: bool, header: str = "") -> None:
         self.done = threading.Event()
         self.held, self.held_at = b"", 0.0
         self._console = console if to.console else None
         self._tail = bytearray()
         self._path, self._file, self._begins = to.path, -1, 0
         self._prefix = _prefix(label, rank, console.colour) if prefix else b""
+        if header and to.path is not None:
+            self._prefix = header.encode(errors="replace")
         if to.path is not None:
             to.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(to.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
