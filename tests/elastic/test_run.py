@@ -591,7 +591,7 @@ def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
         (["--nproc-per-noed=2"], "--nproc-per-node"),
         (["--rdzv=x"], "--rdzv could be any of --rdzv-backend, --rdzv-conf, --rdzv-endpoint, --rdzv-id: write more"),
         (["--resta=node"], "--resta could be any of --restart, --restart-budget: write more of it"),
-        (["--rdzv-conf=is_host='true'"], """'is_host' must be true or false, not "'true'\""""),
+        (["--rdzv-conf=is_host='true'"], """'is_host' must be a boolean (true or false), not "'true'\""""),
         (["--nnodes=2"], "--nnodes=2 needs a place to meet: --rdzv-endpoint=HOST:PORT"),
         (["--nnodes=3:2"], "MIN not above MAX"),
         (["--nproc-per-node=gpus"], "write a number, auto, cpu or gpu"),

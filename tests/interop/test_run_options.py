@@ -19,7 +19,9 @@ from .crew import AMPLE_S
 
 pytestmark = pytest.mark.needs("torch")
 
-PRINTS = "import os, sys; print('out', os.environ['RANK']); print('err', os.environ['RANK'], file=sys.stderr)\n"
+PRINTS = (
+    "import os; [os.write(n, f'{name} {os.environ[\"RANK\"]}\\n'.encode()) for n, name in ((1, 'out'), (2, 'err'))]\n"
+)
 LAUNCHERS = (["-m", "torch.distributed.run"], ["-m", "rallypoint", "run"])
 
 
