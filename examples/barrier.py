@@ -20,8 +20,8 @@ with rallypoint.Server() as server:
             print(f"{name}: {error.reason}")
 
     for present in (MEMBERS[:2], MEMBERS):  # first without node-c, then with it: a barrier can be used again
-        timeout = 60 if present == MEMBERS else 0.5
-        threads = [threading.Thread(target=run, args=[name, timeout]) for name in present]
+        timeouts = [60, 60, 60] if present == MEMBERS else [1, 2]  # node-a gives up first, and says why
+        threads = [threading.Thread(target=run, args=arguments) for arguments in zip(present, timeouts, strict=True)]
         for thread in threads:
             thread.start()
         for thread in threads:
