@@ -9,6 +9,8 @@ All cuts last at the same time, a few of them: each test waits for the result of
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -47,7 +49,7 @@ CUTS = [
     for seconds in (LONGER_S, LONG_S, SHORT_S)
     for when in ("starting", "waiting", "working", "done")
     for side in "ab"
-]
+] + [Cut("failing", LONG_S, "b")]
 
 
 class Scene:
@@ -159,6 +161,18 @@ def done(scene: Scene) -> None:
     assert [node.out.count("up") for node in (a, b)] == [again, again]
 
 
+def failing(scene: Scene) -> None:
+    """A worker fails, and its host is cut off before that could end the run: it may have failed of the cut."""
+    a, b = scene.start("a", "2"), scene.start("b", "2")
+    pids = [int(node.until(r"^up \d 2 0 (\d+)")[0][1]) for node in (a, b)]
+    os.kill(pids[1], signal.SIGKILL)
+    scene.last()
+    b.until(BACK)
+    for node in (a, b):
+        node.until(r"^up \d 2 0 ", 2)
+    end(a, b)
+
+
 def end(*nodes: Node) -> None:
     """Have the workers of all nodes succeed."""
     for node in nodes:
@@ -170,9 +184,10 @@ def play(cut: Cut, where: Path) -> None:
     """Play one cut, from the making of its hosts to their end."""
     where.mkdir()
     with hosts(3) as places:
-        {"starting": starting, "waiting": waiting, "working": working, "done": done}[cut.when](
-            Scene(where, places, cut)
-        )
+        SCENES[cut.when](Scene(where, places, cut))
+
+
+SCENES = {"starting": starting, "waiting": waiting, "working": working, "done": done, "failing": failing}
 
 
 @pytest.fixture(scope="module")

@@ -492,6 +492,37 @@ def test_who_is_done_ends_well_though_its_server_stays_away(place: Place) -> Non
         assert a.end() == 0 and "what became of the others is not known" in a.err
 
 
+def test_workers_that_succeed_without_their_server_have_succeeded(place: Place) -> None:
+    node = place.run(place.script("say('at', os.environ['RALLYPOINT_URL']); stay()"))
+    url = node.until(r"^at tcp:(\S+)")[0][1]
+    node.up(0, world=1)
+    with urlopen(f"http:{url}/about", timeout=AMPLE_S) as page:
+        os.kill(json.load(page)["pid"], signal.SIGKILL)
+    node.signal("SIGUSR1")  # well within the grace in which nobody takes the server for lost
+    assert node.end() == 0, node.err
+
+
+def test_an_agent_that_has_lost_its_run_leaves_that_of_others_alone(place: Place) -> None:
+    words = [AT_ONCE, place.script(STAY)]
+    a, b = (place.node(name, *words, nodes="1:2") for name in "ab")
+    for node in (a, b):
+        node.until(r"^up \d 2 0 ")
+    server = place.server()
+    a.child.kill()
+    os.kill(server, signal.SIGKILL)
+    fresh = place.node("a", *words, nodes="1:2")
+    assert b.end() == 1 and "restart budget exhausted (0 of 0 used)" in b.err
+    fresh.until("^up 0 1 ")
+    fresh.signal("SIGUSR1")
+    assert fresh.end() == 0, fresh.err
+
+
+def test_a_port_that_nobody_can_have_is_refused_at_once(place: Place) -> None:
+    meet = ["--nnodes=2", "--rdzv-endpoint=127.0.0.1:0", "--rdzv-conf=is_host=0"]
+    node = place.run(*meet, place.script(STAY))
+    assert node.end() == 1 and "port 0" in node.err and len(node.err.splitlines()) == 1
+
+
 def test_an_agent_that_finds_no_server_says_so_and_why(place: Place) -> None:
     meet = ["--nnodes=2", "--rdzv-endpoint=nosuch.invalid:29400"]
     node = place.run(*meet, place.script(STAY))

@@ -40,6 +40,9 @@ LOST_S = DEFAULT_GRACE_S + 1.0
 """When it is known of a node that it is lost: a worker that fails before may have failed of that."""
 
 LONG_S = 3600.0
+LOOK_S = 5.0
+"""How often a node that is done, and has lost its place, looks whether the others come to another round."""
+
 AGAIN_S = 1.0
 """How long an agent pauses before it looks for a lost server again, where that failed at once."""
 
@@ -63,6 +66,11 @@ class Agent:
 
         self._heard = self._came = False
         self._done_by: Deadline | None = None
+        self._look_by: Deadline | None = None
+        """When to look at the round again, for a node that is not in it any more and is told of nothing."""
+
+        self._failing = ""
+        """The failure that is about to end the run."""
 
     def run(self) -> int:
         """Run the job; return the exit code."""
@@ -124,6 +132,9 @@ class Agent:
 
     def _too_late(self, closed: RunClosed) -> int:
         """Say how the run has ended without this node; that is its own end if it took part, or waited as a spare."""
+        if not closed.result:
+            self._events.fail("end", "the run ended while this node was away, and another run has its name now")
+            return 1
         reason = f"the run has {closed.result}{' without this node' * (not self._came)}: {closed.reason}"
         if self._came or (closed.waited and self._job.min_nodes < self._job.max_nodes):
             return self._ended(closed.result, reason)
@@ -133,6 +144,8 @@ class Agent:
     def _come_back(self, lost: NetworkError) -> int | None:
         """Stop the workers and find the server again; return the exit code if that is all, or None to go on."""
         done_by = self._done_by if self._meeting.done else None
+        if done_by is not None and self._job.alone:
+            return self._ended(SUCCEEDED, "the workers have succeeded")
         deadline = done_by or Deadline(self._job.join_timeout_s)
         stopped = "; the workers are stopped" if self._gang.running else ""
         trying = f"looking for the server again for up to {deadline.remaining():.0f} s"
@@ -152,18 +165,28 @@ class Agent:
         self._events.say("reconnected", "the server answers again; this node returns to the run")
         if done_by is not None:
             self._bell.ask(self._meeting.follow)
-            self._heard = False
-        return None
+            self._heard, self._look_by = False, Deadline(LOOK_S)
+        return self._end_failing() if self._failing else None
+
+    def _end_failing(self) -> int | None:
+        """Go on where a failure was about to end the run when the server was lost: it may have come of the same cut."""
+        own, reason, self._failing = self._losses.last, self._failing, ""
+        if own.pid and own.code not in self._job.rules.final_codes:
+            if self._bell.ask(self._board.restarts) > self._job.rules.budget:
+                self._bell.ask(self._board.refund)
+            self._events.say("refund", f"{own.summary()}; it may have come of the lost connection, and uses no restart")
+            return None
+        self._bell.ask(lambda: self._board.fail(own))
+        self._bell.ask(lambda: self._meeting.end_run(FAILED, reason))
+        return self._ended(FAILED, f"the run has failed: {reason}")
 
     def _begin_again(self) -> None:
         """Begin the run again at a server that has forgotten it, as all agents do; that uses one restart."""
         self._meeting.done = False
         budget, used = self._job.rules.budget, self._bell.ask(lambda: self._board.carry_over(self._board.used + 1))
         reason = "the server was restarted, and has lost the run"
-        if used > budget:
-            reason = f"{reason}; restart budget exhausted ({budget} of {budget} used)"
-            self._bell.ask(lambda: self._meeting.end_run(FAILED, reason))
-            raise MeetingError(f"the run cannot go on: {reason}")
+        if used > budget:  # the others see the same; the run that is there now may be another's, and is left alone
+            raise MeetingError(f"the run cannot go on: {reason}; restart budget exhausted ({budget} of {budget} used)")
         self._meeting.forgotten = False
         self._events.say("restart", f"{reason}; restart {used} of {budget}")
 
@@ -173,21 +196,22 @@ class Agent:
             try:
                 self._meeting.attach(deadline)
                 return
-            except NetworkError:
+            except NetworkError as error:
                 if deadline.expired():
                     raise
+                self._events.waits(f"no server yet: {why_lost(error)}")
                 self._bell.wait(min(AGAIN_S, deadline.remaining()))
 
     def _enter(self, world: World) -> None:
         """Take this node's place in a round, whose workers are to be started."""
-        self._world, self._came, self._heard, self._done_by = world, True, False, None
+        self._world, self._came, self._heard, self._done_by, self._look_by = world, True, False, None, None
         self._losses.forget()
         self._gang.regrouped()
         self._bell.forget_forwarded()
         self._workers.enter(world)
         words = f"round {world.number}: {world.words()}; {world.reason}"
         facts = {"round": world.number, "node_rank": world.node_rank, "nodes": world.nodes, "workers": world.size}
-        self._events.say("round", words, to_people=world.nodes > 1, **facts)
+        self._events.say("round", words, to_people=self._job.max_nodes > 1, **facts)
         self._due = [(Deadline(0.0), world.ranks)]
 
     def _watch_over(self) -> int | None:
@@ -214,8 +238,8 @@ class Agent:
         """Return how long nothing is to be done unless something happens."""
         if self._bell.signals or self._board.news or self._ends_now():
             return 0.0
-        moments = [deadline for deadline, _ in self._due] + ([self._done_by] if self._done_by else [])
-        return min([LONG_S, *(moment.remaining() for moment in moments)])
+        moments = [*(deadline for deadline, _ in self._due), self._done_by, self._look_by]
+        return min([LONG_S, *(moment.remaining() for moment in moments if moment is not None)])
 
     def _decisions(self) -> Iterator[Decision]:
         """Look at all that may have happened, and yield what to do about it."""
@@ -223,8 +247,10 @@ class Agent:
             yield self._gang.signal(self._bell.signals.pop(0))
         for end in self._workers.exits():
             yield self._exited(end)
-        if self._ends_now() or self._board.news:
+        looks = self._look_by is not None and self._look_by.expired()
+        if self._ends_now() or self._board.news or looks:
             self._board.news = False
+            self._look_by = Deadline(LOOK_S) if looks else self._look_by
             yield self._bell.ask(self._look) or Decision(Act.WAIT, "the round stands")
         while self._due and self._due[0][0].expired():
             yield self._start(self._due.pop(0)[1])
@@ -318,8 +344,8 @@ class Agent:
     def _finish(self) -> tuple[bool, int | None]:
         """Say that this node is done, and close the run if everybody is."""
         reason = "the workers of all nodes have succeeded"
-        self._meeting.finish()
         self._done_by = self._done_by or Deadline(self._job.exit_timeout_s)
+        self._meeting.finish()
         if not self._meeting.standing().all_done:
             return False, None
         self._meeting.end_run(SUCCEEDED, reason)
@@ -327,7 +353,7 @@ class Agent:
 
     def _fail(self, reason: str) -> int | None:
         """End the run for all, unless what failed did so because a node was lost: then None, to come again."""
-        own = self._losses.last
+        own, self._failing = self._losses.last, reason
         self._losses.keep([self._workers.failure(end.rank, end.code) for end in self._workers.exits() if end.code])
         known = Deadline(LOST_S)
         if self._world.nodes > 1 and own.pid and own.code not in self._job.rules.final_codes:
@@ -339,6 +365,7 @@ class Agent:
             if lost:
                 if self._bell.ask(self._board.cause) == own:
                     self._bell.ask(self._board.refund)
+                self._failing = ""
                 self._events.say("rejoin", self._gang.excused(", ".join(sorted(lost))).reason)
                 return None
         self._bell.ask(lambda: self._board.fail(self._board.cause() or own))

@@ -14,6 +14,7 @@ import ipaddress
 import json
 import socket
 import threading
+import time
 import urllib.parse
 from collections.abc import Callable
 from http import HTTPStatus
@@ -38,6 +39,10 @@ OUTLIVE_S = 10.0
 
 ATTEMPT_S = 10.0
 """How long an attempt to reach a server takes: then one is started where it may be here, and why it failed is told."""
+
+
+PATIENCE_S = 60.0
+"""How long a server that we are connected to may take to answer: it may be busy with thousands of nodes."""
 
 
 class RoundOver(MeetingError):
@@ -139,19 +144,22 @@ def find_or_start(
         if hosts:
             server = master.serve(hosts, port, True, None, deadline, OUTLIVE_S)
             port = port if server is None else server.port
+        attempt = Deadline(min(ATTEMPT_S, deadline.remaining()))
         try:
-            within_s = min(ATTEMPT_S, deadline.remaining())
-            store = TCPStore(endpoint.host, port, timeout=within_s, wait_for_workers=False)
+            store = TCPStore(endpoint.host, port, timeout=attempt.timeout_s, wait_for_workers=False)
         except ConnectFailed as error:  # the one that was found may have been just ending
-            if deadline.expired():
+            if deadline.expired() or not port:  # nobody ever listens at port 0
                 raise ConnectFailed(peer=error.peer, timeout_s=timeout_s, tried=error.tried) from None
             on_failure(error)
+            time.sleep(attempt.remaining())  # it may have failed at once
             continue
         if isinstance(store._backend, TorchBackend):
             store.close()
             peer = str(net.Endpoint(endpoint.host, port))
             why = "what answers there is a PyTorch server, not one of ours"
             raise ConnectFailed(peer=peer, timeout_s=timeout_s, tried={peer: why})
+        if isinstance(store._backend, SessionBackend):
+            store._backend.be_patient(PATIENCE_S)
         store.set_timeout(timeout_s)
         return store
 

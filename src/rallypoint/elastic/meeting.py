@@ -16,7 +16,7 @@ import contextlib
 import hashlib
 import os
 import threading
-from collections.abc import Container, Iterator
+from collections.abc import Container, Iterator, Sequence
 
 from rallypoint import net
 from rallypoint.core.gang import Standing
@@ -30,7 +30,15 @@ from rallypoint.elastic.failure import Failure, server_failure
 from rallypoint.elastic.job import UNNAMED, Job
 from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
 from rallypoint.elastic.world import World, gather
-from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError, NetworkError, RallypointError, SessionLost
+from rallypoint.errors import (
+    ConnectFailed,
+    ConnectionLost,
+    Disagreement,
+    MeetingError,
+    NetworkError,
+    RallypointError,
+    SessionLost,
+)
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.spawn import Server
 from rallypoint.store.tcp import TCPStore
@@ -40,6 +48,9 @@ __all__ = ["FAILED", "SUCCEEDED", "Meeting", "in_words", "why_lost"]
 
 SUCCEEDED, FAILED = "succeeded", "failed"
 """The results of a run."""
+
+SAY_S = 10.0
+"""How long a wait lasts before it is spoken of."""
 
 READ_S, LEAVE_S = 60.0, 5.0
 """How long an operation of the store may take, and how long leaving may, all in all."""
@@ -62,7 +73,7 @@ class Meeting:
         self._server_id: bytes | None = None
         self._stack = contextlib.ExitStack()
         self.done = False
-        """Whether the others were told that this node's workers have succeeded."""
+        """Whether this node's workers have succeeded in its last round, which the others are told."""
 
         self.forgotten = False
         """Whether the server is another one than at first, and knows nothing of the run; the agent sets it back."""
@@ -164,7 +175,7 @@ class Meeting:
                 self._events.node = self.rendezvous.node
                 self._forgive()
                 try:
-                    told = gather(now, self.rendezvous.node, self._job.workers, self.rendezvous.changed.is_set, READ_S)
+                    told = gather(now, self.rendezvous.node, self._job.workers, self._is_over, READ_S)
                     server = self._here.server()
                     port = home.open_door(*server, self._job.run_id, now.scope, READ_S, now.number)
                 except (MeetingError, ConnectionLost) as error:
@@ -188,21 +199,30 @@ class Meeting:
                 max_restarts=self._job.rules.budget,
             )
 
+    def _is_over(self, waited_s: float, missing: Sequence[str]) -> bool:
+        """Say for whom the nodes of a new round wait, and return whether it is over."""
+        late = f"ranks {', '.join(missing)} have" if len(missing) > 1 else f"rank {missing[0]} has" if missing else ""
+        if late and waited_s >= SAY_S:
+            words = f"a round is formed, but node {late} not said for {waited_s:.0f} s how many workers it has"
+            self._events.waits(words)
+        return self.rendezvous.changed.is_set()
+
     def follow(self) -> None:
         """After a cut, go on waiting for the others of a round in which this node is done, unless there is another."""
-        last = self._round
-        if last is not None and self.rendezvous.status().round == last.number:
-            self.board.enter(self.rendezvous.follow(last).store, self.rendezvous.node)
-            self.board.news = True
-        else:
-            self.done = False
+        last, status = self._round, self.rendezvous.status()
+        if last is None or status.round != last.number or not set(self._members).isdisjoint(status.waiting):
+            self.done = False  # the others come to another round, or have come
+            return
+        self.board.enter(self.rendezvous.follow(last).store, self.rendezvous.node)
+        if status.phase != "closed":
+            self.finish()  # the cut may have swallowed it
+        self.board.news = True
 
     def finish(self) -> None:
         """Tell the others that this node's workers have succeeded."""
+        self.done = True  # also if the server is lost now: what is done is not done again
         self.board.finish(self.rendezvous.node)
-        if not self.done:
-            self._events.say("done", "the other nodes know that this one is done", to_people=False)
-        self.done = True
+        self._events.say("done", "the other nodes know that this one is done", to_people=False)
 
     def standing(self, status: Status | None = None) -> Standing:
         """Return how the nodes of this round stand."""
@@ -289,6 +309,8 @@ def _settings(job: Job) -> dict[str, object]:
 
 def in_words(error: RallypointError, came: bool) -> str:
     """Say what ends a run; that a store can be opened again is advice for scripts, not for whoever reads this."""
+    if isinstance(error, Disagreement):
+        return f"{error} If this is another job at the same place, give it a name of its own: --rdzv-id."
     if not isinstance(error, NetworkError):
         return str(error)
     return f"the run cannot {'go on' if came else 'begin'} without its server: {why_lost(error)}"

@@ -74,10 +74,13 @@ class World(NamedTuple):
         return f"node {self.node_rank} of {self.nodes}, {own} of {self.size}"
 
 
-def gather(now: Round, node: str, workers: int, is_over: Callable[[], bool], timeout_s: float) -> list[tuple[str, int]]:
+def gather(
+    now: Round, node: str, workers: int, is_over: Callable[[float, Sequence[str]], bool], timeout_s: float
+) -> list[tuple[str, int]]:
     """Return the name and the number of workers of every node of a round, by rank.
 
-    Raises MembersMissing when one does not say so in time, or the round is over before it has.
+    `is_over` is asked every 2 s, with the time that this took so far and the ranks that are missing. Raises
+    MembersMissing when one does not say so in time, or the round is over before it has.
     """
     if now.world_size == 1:
         return [(node, workers)]
@@ -85,8 +88,8 @@ def gather(now: Round, node: str, workers: int, is_over: Callable[[], bool], tim
     while True:
         try:
             told = exchange.all_gather(now.rank, f"{workers} {node}".encode(), min(deadline.remaining(), LOOK_S))
-        except MembersMissing:
-            if is_over() or deadline.expired():
+        except MembersMissing as error:
+            if is_over(deadline.timeout_s - deadline.remaining(), error.missing) or deadline.expired():
                 raise
             continue
         split = [text.decode().partition(" ") for text in told]

@@ -61,6 +61,11 @@ class SessionBackend(Backend):
         """That server's port."""
         return self._route.at.port
 
+    def be_patient(self, patience_s: float) -> None:
+        """Give the server so long for every answer, whatever it took to connect."""
+        self.timeout_s = patience_s
+        self._wire.be_patient(patience_s)
+
     @property
     def server_id(self) -> bytes:
         """The identity of the server: one that was restarted and has forgotten everything has another."""

@@ -122,6 +122,10 @@ class Wire:
         self.hosts_objects = self._core.hosts_objects
         keeper.start(self)
 
+    def be_patient(self, patience_s: float) -> None:
+        """Give the server so long for every answer."""
+        self._patience_s = max(patience_s, LEAST_PATIENCE_S)
+
     # Requests
 
     def ask(self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float = 0.0) -> Any:
