@@ -64,7 +64,7 @@ class SessionBackend(Backend):
     def be_patient(self, patience_s: float) -> None:
         """Give the server so long for every answer, whatever it took to connect."""
         self.timeout_s = patience_s
-        self._wire.be_patient(patience_s)
+        self._wire.patience_s = patience_s
 
     @property
     def server_id(self) -> bytes:

@@ -102,7 +102,7 @@ class Wire:
 
         self._route = route
         self._timeout_s = timeout_s
-        self._patience_s = max(timeout_s, LEAST_PATIENCE_S)
+        self.patience_s = max(timeout_s, LEAST_PATIENCE_S)
         self._begin()
 
     def _begin(self) -> None:
@@ -121,10 +121,6 @@ class Wire:
         self.server = self._core.server
         self.hosts_objects = self._core.hosts_objects
         keeper.start(self)
-
-    def be_patient(self, patience_s: float) -> None:
-        """Give the server so long for every answer."""
-        self._patience_s = max(patience_s, LEAST_PATIENCE_S)
 
     # Requests
 
@@ -176,7 +172,7 @@ class Wire:
     def _read_on(self, ear: Ear, data: bytes | None, number: int, operation: str, wait_s: float) -> Reply:
         """When more than our answer came, or none yet, or a cut: take the part of one reader among others."""
         slot = self._slots[number] = Slot()
-        deadline = Deadline(self._patience_s + wait_s)
+        deadline = Deadline(self.patience_s + wait_s)
         try:
             self._took(ear, data)
             self._read(slot, deadline)
@@ -189,7 +185,7 @@ class Wire:
     ) -> Reply:
         """Ask, and wait for the answer while another reads, or for the reader's part."""
         slot, number = Slot(), 0
-        deadline = Deadline(self._patience_s + wait_s)
+        deadline = Deadline(self.patience_s + wait_s)
         try:
             with self._sender:
                 number = self._core.number
@@ -218,7 +214,7 @@ class Wire:
         if _forks != self._forks:
             self._after_fork()
         slots = [Slot() for _ in calls]
-        deadline = Deadline(self._patience_s)
+        deadline = Deadline(self.patience_s)
         first = 1 << 62
         try:
             with self._sender:
@@ -346,7 +342,7 @@ class Wire:
             with self._sender:
                 number = self._core.number
                 self._send(self._number(native.Watch, (prefix,), slot))
-            while isinstance(answer := self._next(slot, "watch", Deadline(self._patience_s)), Event):
+            while isinstance(answer := self._next(slot, "watch", Deadline(self.patience_s)), Event):
                 early.append(answer)
         except BaseException:
             self._slots.pop(number, None)
