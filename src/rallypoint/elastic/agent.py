@@ -170,11 +170,12 @@ class Agent:
 
     def _end_failing(self) -> int | None:
         """Go on where a failure was about to end the run when the server was lost: it may have come of the same cut."""
-        own, reason, self._failing = self._losses.last, self._failing, ""
+        own, reason = self._losses.last, self._failing
         if own.pid and own.code not in self._job.rules.final_codes:
             if self._bell.ask(self._board.restarts) > self._job.rules.budget:
                 self._bell.ask(self._board.refund)
             self._events.say("refund", f"{own.summary()}; it may have come of the lost connection, and uses no restart")
+            self._failing = ""
             return None
         self._bell.ask(lambda: self._board.fail(own))
         self._bell.ask(lambda: self._meeting.end_run(FAILED, reason))
@@ -205,6 +206,7 @@ class Agent:
     def _enter(self, world: World) -> None:
         """Take this node's place in a round, whose workers are to be started."""
         self._world, self._came, self._heard, self._done_by, self._look_by = world, True, False, None, None
+        self._failing = ""
         self._losses.forget()
         self._gang.regrouped()
         self._bell.forget_forwarded()

@@ -50,7 +50,7 @@ SUCCEEDED, FAILED = "succeeded", "failed"
 """The results of a run."""
 
 SAY_S = 10.0
-"""How long a wait lasts before it is spoken of."""
+"""How often a wait is spoken of."""
 
 READ_S, LEAVE_S = 60.0, 5.0
 """How long an operation of the store may take, and how long leaving may, all in all."""
@@ -71,6 +71,7 @@ class Meeting:
         self._round: Round | None = None
         self._home: home.Home | None = None
         self._server_id: bytes | None = None
+        self._silent_s = 0.0
         self._stack = contextlib.ExitStack()
         self.done = False
         """Whether this node's workers have succeeded in its last round, which the others are told."""
@@ -174,6 +175,7 @@ class Meeting:
                 self.board.enter(now.store, self.rendezvous.node)
                 self._events.node = self.rendezvous.node
                 self._forgive()
+                self._silent_s = 0.0
                 try:
                     told = gather(now, self.rendezvous.node, self._job.workers, self._is_over, READ_S)
                     server = self._here.server()
@@ -202,7 +204,8 @@ class Meeting:
     def _is_over(self, waited_s: float, missing: Sequence[str]) -> bool:
         """Say for whom the nodes of a new round wait, and return whether it is over."""
         late = f"ranks {', '.join(missing)} have" if len(missing) > 1 else f"rank {missing[0]} has" if missing else ""
-        if late and waited_s >= SAY_S:
+        if late and waited_s >= self._silent_s + SAY_S:
+            self._silent_s = waited_s
             words = f"a round is formed, but node {late} not said for {waited_s:.0f} s how many workers it has"
             self._events.waits(words)
         return self.rendezvous.changed.is_set()
