@@ -1,0 +1,118 @@
+"""Opening, filling and spoiling logs. A log's state here is the list of all records that were ever committed to it.
+
+`fold` and its kin are the functions that compactions run, named as "tests.storage.logs:fold": a snapshot has one
+chunk for each record that it covers, so that chunks and records together are always the whole list.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import socket
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+from rallypoint.storage.file import FileStorage
+from rallypoint.storage.segment import Frame, Tail, encode
+
+FOLD = "tests.storage.logs:fold"
+WAIT_S = 60.0
+"""How long a test waits for what must come, before it fails."""
+
+
+def opened(directory: Path, **options: Any) -> tuple[FileStorage, list[bytes]]:
+    """Open a storage, and return it with all records that it holds; it is closed again if that fails."""
+    storage = FileStorage(directory, **{"fold": FOLD, **options})
+    try:
+        return storage, recovered(storage)
+    except BaseException:
+        storage.close()
+        raise
+
+
+def recovered(storage: FileStorage) -> list[bytes]:
+    chunks, records = storage.recover()
+    return [*(chunks or ()), *records]
+
+
+def held(directory: Path, **options: Any) -> list[bytes]:
+    """Return all records that a directory holds."""
+    storage, records = opened(directory, **options)
+    storage.close()
+    return records
+
+
+def commit(storage: FileStorage, *records: bytes, urgent: bool = False) -> None:
+    """Commit one batch, and wait for it; raise what it failed with."""
+    error = outcome(storage, *records, urgent=urgent)
+    if error is not None:
+        raise error
+
+
+def outcome(storage: FileStorage, *records: bytes, urgent: bool = False) -> BaseException | None:
+    """Commit one batch, and return what it failed with, or None."""
+    done: SimpleQueue[BaseException | None] = SimpleQueue()
+    storage.commit(records, done.put, urgent)
+    return done.get(timeout=WAIT_S)
+
+
+def files(directory: Path) -> dict[str, bytes]:
+    """Return the contents of all files but the lock."""
+    return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != "lock"}
+
+
+def names(directory: Path, kind: str) -> list[str]:
+    """Return the names of the segments ("log") or snapshots of a directory."""
+    return [name for name in files(directory) if name.startswith(kind)]
+
+
+def lay_out(directory: Path, contents: dict[str, bytes]) -> None:
+    """Make a directory that holds exactly these files."""
+    directory.mkdir(exist_ok=True)
+    for path in directory.iterdir():
+        path.unlink()
+    for name, data in contents.items():
+        (directory / name).write_bytes(data)
+
+
+def frame(sequence: int, *records: bytes, kind: int = 1) -> bytes:
+    """Return one frame as bytes."""
+    return b"".join(piece for _, piece in sorted(encode(records, sequence, kind)))
+
+
+def scanned(frames: Generator[Frame, None, Tail]) -> tuple[list[list[bytes]], Tail]:
+    """Read a file to its end; return the records of each frame, and how the file ends."""
+    found = []
+    while True:
+        try:
+            found.append(next(frames).records)
+        except StopIteration as stop:
+            return found, stop.value
+
+
+def fold(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
+    return itertools.chain(chunks or (), records)
+
+
+def fail(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
+    raise ValueError("the fold cannot")
+
+
+def forget(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
+    """Read only one record, which a fold must not."""
+    return itertools.islice(records, 1)
+
+
+def wait_and_fold(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
+    """Tell the process id to the test that listens at FOLD_PORT, and fold when it answers.
+
+    The temporary file exists by then. The connection stays open, so that the test notices the end of this process.
+    """
+    test = socket.create_connection(("127.0.0.1", int(os.environ["FOLD_PORT"])), WAIT_S)
+    test.sendall(b"%d" % os.getpid())
+    if test.recv(1) != b"!":
+        raise ConnectionError("the test has ended")
+    test.detach()
+    yield from fold(chunks, records)
