@@ -125,13 +125,17 @@ class StoreError(RallypointError):
 
 
 class StoreTimeout(StoreError, TimeoutError):
-    """What was waited for did not come true in time; `missing` says what."""
+    """What was waited for did not come true in time; `missing` says what.
+
+    Where the server was `down` at the end, which says for how long, what is missing is not known: it names all keys.
+    """
 
     operation: str
     keys: tuple[str, ...]
     missing: tuple[str, ...]
     timeout_s: float
     store: str
+    down: str
 
     def __init__(
         self,
@@ -142,16 +146,21 @@ class StoreTimeout(StoreError, TimeoutError):
         timeout_s: float,
         store: str,
         what: str | None = None,
+        down: str = "",
     ) -> None:
         of = f", {len(missing)} of {len(keys)} keys" if len(keys) > 1 else ""
+        why = f"{what or f'still missing {_some(missing)}{of}'} in {store}"
+        advice = "Is the process that writes it alive, does it use the same store and prefix"
+        if down:
+            why, advice = f"{down}. What is missing in {store} is not known", "Is the server being restarted"
         super().__init__(
-            f"{operation} timed out after {timeout_s:g} s: {what or f'still missing {_some(missing)}{of}'} in {store}. "
-            f"Is the process that writes it alive, does it use the same store and prefix, is the timeout long enough?",
+            f"{operation} timed out after {timeout_s:g} s: {why}. {advice}, is the timeout long enough?",
             operation=operation,
             keys=tuple(keys),
             missing=tuple(missing),
             timeout_s=timeout_s,
             store=store,
+            down=down,
         )
 
 

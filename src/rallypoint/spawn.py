@@ -3,18 +3,24 @@
 The parent binds the sockets and hands them over, so a taken port is the parent's error, the port is known at once, and
 nobody races for a number. The child runs in a session of its own (a Ctrl-C in the terminal does not reach it) and ends
 when the parent does, however that ends. It is started by name, so that stores may start one and servers need no store.
+
+With a data directory the server survives its own death: a thread here waits for the child, and starts another on the
+same sockets (`supervisor.py`, which says why the sockets stay open). Where the server is to outlive this process, the
+child is a process that does the same (`server/supervised.py`), and the server is its child: if that is killed, the
+server ends with it, and whoever needs one starts it again.
+
 Rejected: a thread in this process; a rank busy in Python would stall everyone.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
-import select
+import socket
 import subprocess
 import sys
+import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -23,22 +29,18 @@ from rallypoint import net
 from rallypoint.core.limits import LEAST_BYTES, MAX_GRACE_S
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ServerFailed
+from rallypoint.supervisor import Supervisor, await_ready, stop
 
-__all__ = ["WHY_NOT", "Server"]
-
-STOP_S = 5.0
-"""How long a child may take to end before it is killed."""
+__all__ = ["Server", "start"]
 
 STATISTICS_S = 30.0
 """How long a server may take to say what it holds."""
 
-WHY_NOT = "! "
-"""What a child writes, and then why it does not come up, instead of its URL."""
-
 _left_alone: list[subprocess.Popen[bytes]] = []
 """Children that outlive us: kept, for one that is forgotten while it runs makes Python complain."""
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.process import main; main()"
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.{} import main; main()"
+_SERVER, _SUPERVISOR = "process", "supervised"
 
 
 class Server:
@@ -49,6 +51,10 @@ class Server:
     clients may make it hold (default 4 GiB), `max_connection_memory` the largest request and answer (256 MiB), both in
     bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager. With
     `outlive` it does not end with this process, but when nobody has been connected for so long.
+
+    With `data_dir` it keeps all that is stored in that directory, and is started again when it dies, until it is closed
+    or a signal has told it to end: clients go on where they were. `recovery` is how long their sessions may outlive its
+    absence (60 s). With `outlive` as well, `pid` is that of the process which does so.
     Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
     """
 
@@ -62,40 +68,72 @@ class Server:
         max_memory: int | None = None,
         max_connection_memory: int | None = None,
         grace: Timeout | None = None,
+        data_dir: str | os.PathLike[str] | None = None,
+        recovery: Timeout | None = None,
         outlive: Timeout | None = None,
         start_timeout: Timeout = 30.0,
     ) -> None:
         deadline = Deadline(start_timeout)
         limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
+        durable = _durable(data_dir, recovery, engine)
         life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": _finite(outlive, "outlive")}
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
-        settings = {"fds": [sock.fileno() for sock in sockets], "engine": engine, **life, **limits}
+        settings = {"fds": [sock.fileno() for sock in sockets], "engine": engine, **life, **limits, **durable}
+        self._supervisor: Supervisor | None = None
         try:
             self.port: int = sockets[0].getsockname()[1]
-            self._child, ready = _start(settings, quiet=outlive is not None)
-            self._stop = functools.partial(_stop, self._child, os.getpid())
+            what = _SUPERVISOR if durable and outlive is not None else _SERVER
+            self._first, ready = start(settings, quiet=outlive is not None, what=what)
+            self._stop = functools.partial(_stop, self._first, os.getpid())
             if outlive is None:
                 weakref.finalize(self, self._stop)
             else:
-                _left_alone.append(self._child)
-            self.url = self._await_url(ready, deadline)
+                _left_alone.append(self._first)
+            self.url, why = await_ready(self._first, ready, deadline)
+            if not self.url:
+                raise ServerFailed(pid=self._first.pid, why=why)
+            if durable and outlive is None:
+                self._supervise(settings, sockets)
         finally:
-            for sock in sockets:
+            for sock in sockets if self._supervisor is None else ():
                 sock.close()
+
+    def _supervise(self, settings: dict[str, Any], sockets: Sequence[socket.socket]) -> None:
+        """Have a child that dies followed by another, from now on."""
+        again = functools.partial(start, settings, quiet=False)
+        self._supervisor = Supervisor(self._first, again, sockets)
+        self._stop = functools.partial(_close, self._supervisor, os.getpid())
+        weakref.finalize(self, self._stop)
+        threading.Thread(target=self._supervisor.run, name=f"supervisor of {self.url}", daemon=True).start()
+
+    @property
+    def _child(self) -> subprocess.Popen[bytes]:
+        return self._first if self._supervisor is None else self._supervisor.child
 
     @property
     def pid(self) -> int:
-        """The child's process id."""
+        """The child's process id; between two children, that of the last."""
         return self._child.pid
 
+    @property
+    def restarts(self) -> int:
+        """How often a child that died has been followed by another."""
+        return 0 if self._supervisor is None else self._supervisor.restarts
+
     def running(self) -> bool:
-        """Say whether the child is still there."""
-        return self._child.poll() is None
+        """Say whether the child is still there, or is about to be followed by another."""
+        return self._child.poll() is None if self._supervisor is None else self._supervisor.running()
 
     def wait(self, timeout: Timeout | None = None) -> int | None:
-        """Wait until the child has ended; return its exit code, a signal as a negative number, None if it runs on."""
+        """Wait until the server has ended for good; return its exit code, a signal as a negative number.
+
+        None means that it runs on. A child that is followed by another is not the end.
+        """
+        within_s = None if timeout is None else _finite(timeout, "timeout")
+        if self._supervisor is not None:
+            return self._supervisor.wait(within_s)
         try:
-            return self._child.wait(None if timeout is None else _finite(timeout, "timeout"))
+            return self._first.wait(within_s)
         except subprocess.TimeoutExpired:
             return None
 
@@ -125,25 +163,6 @@ class Server:
     def __repr__(self) -> str:
         return f"<Server {self.url} pid {self.pid}{'' if self.running() else ' ended'}>"
 
-    def _await_url(self, ready: int, deadline: Deadline) -> str:
-        why = ""
-        with os.fdopen(ready, "rb") as pipe:
-            if select.select([pipe], [], [], deadline.remaining())[0]:
-                line = pipe.readline().decode().strip()
-                if line and not line.startswith(WHY_NOT):
-                    return line
-                why = line.removeprefix(WHY_NOT)
-        expired = deadline.expired()
-        if not expired:  # it is on its way out, and its own exit code says more than our signal would
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._child.wait(STOP_S)
-        self.close()
-        code = self._child.returncode
-        raise ServerFailed(
-            pid=self.pid,
-            why=why or (f"not ready after {deadline.timeout_s:g} s" if expired else f"ended with {code}"),
-        )
-
 
 def _limits(grace: Timeout | None, **sizes: int | None) -> dict[str, Any]:
     """Check the limits that were given, and return them as settings."""
@@ -168,11 +187,28 @@ def _finite(timeout: Timeout, name: str) -> float:
     return found_s
 
 
-def _start(settings: dict[str, Any], quiet: bool) -> tuple[subprocess.Popen[bytes], int]:
+def _durable(data_dir: str | os.PathLike[str] | None, recovery: Timeout | None, engine: str | None) -> dict[str, Any]:
+    """Check what makes a server durable, and return it as settings."""
+    if data_dir is None:
+        if recovery is not None:
+            raise ValueError("recovery is for a server that has a data_dir: without one it forgets all sessions")
+        return {}
+    if engine is not None:
+        raise ValueError("a server has its state in data_dir or in engine, not in both")
+    durable: dict[str, Any] = {"data_dir": os.path.abspath(os.fspath(data_dir))}
+    if recovery is not None:
+        durable["recovery_s"] = seconds(recovery, "recovery")
+        if durable["recovery_s"] > MAX_GRACE_S:
+            raise ValueError(f"recovery must be at most {MAX_GRACE_S:g} s, got {durable['recovery_s']:g} s")
+    return durable
+
+
+def start(settings: dict[str, Any], quiet: bool, what: str = _SERVER) -> tuple[subprocess.Popen[bytes], int]:
     """Start the child; return it, and where it will write its URL. One that outlives us must not hold our output."""
     reader, writer = os.pipe()
     settings = {**settings, "ready_fd": writer}
-    command = [sys.executable, "-I", "-c", _BOOT, json.dumps(_module_path()), json.dumps(settings)]
+    boot = _BOOT.format(what)
+    command = [sys.executable, "-I", "-c", boot, json.dumps(_module_path()), json.dumps(settings)]
     try:
         child = subprocess.Popen(
             command,
@@ -203,12 +239,11 @@ def _module_path() -> list[str]:
 
 
 def _stop(child: subprocess.Popen[bytes], owner_pid: int) -> None:
-    """End the child, gently first; a fork of its owner must leave it alone."""
-    if os.getpid() != owner_pid:
-        return
-    child.terminate()
-    try:
-        child.wait(STOP_S)
-    except subprocess.TimeoutExpired:
-        child.kill()
-        child.wait()
+    """End the child; a fork of its owner must leave it alone."""
+    if os.getpid() == owner_pid:
+        stop(child)
+
+
+def _close(supervisor: Supervisor, owner_pid: int) -> None:
+    if os.getpid() == owner_pid:
+        supervisor.close()

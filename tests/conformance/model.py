@@ -147,7 +147,7 @@ class View:
         return len(self.list_keys())
 
     def list_keys(self) -> list[str]:
-        return [name.removeprefix(self.prefix) for name in self.model.values if name.startswith(self.prefix)]
+        return sorted(name.removeprefix(self.prefix) for name in self.model.values if name.startswith(self.prefix))
 
     def queue_push(self, key: str, value: bytes) -> None:
         self.model.queues.setdefault(self.prefix + key, []).append(value)

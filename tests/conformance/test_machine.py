@@ -80,9 +80,9 @@ class Agreement(RuleBasedStateMachine):
             answer = None
         else:
             answer = call(*arguments, **options)
-            if operation == "list_keys":
-                assert sorted(answer) == sorted(expected[1])
-            elif operation != "lease":
+            if operation == "list_keys" and self.kind.name == "gateway":
+                answer.sort()  # it has the order in which they were made
+            if operation != "lease":
                 assert answer == expected[1]
                 assert type(answer) is type(expected[1]) or isinstance(answer, tuple)
         self.see_changes()

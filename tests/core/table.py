@@ -1,18 +1,24 @@
-"""A table for tests of PyTorch's protocol: one engine, some conversations around it, and what each of them was sent."""
+"""A table for tests of PyTorch's protocol: one server, some clients around it, and what each of them was sent."""
 
 from __future__ import annotations
 
+import functools
 import struct
 from typing import Any
 
 import pytest
 
-from rallypoint.core.c10d import MAGIC, BadMessage, Conversation, Op, encode
-from rallypoint.core.engine import ENTRY_BYTES, Engine
+from rallypoint.core.engine import ENTRY_BYTES
+from rallypoint.core.records import Waiter
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.c10d import MAGIC, Opcode, encode
+from rallypoint.server.c10d_connection import C10dConnection
+
+from .fakes import Clock, FakeConnection, new_server
 
 LIMIT = 64 * 1024 * 1024
 MIB = 1024 * 1024
-GREETING = encode(Op.VALIDATE, MAGIC)
+GREETING = encode(Opcode.VALIDATE, MAGIC)
 TOLD, CANCELLED = b"\0", b"\1"
 
 
@@ -29,54 +35,53 @@ def listed(op: int, *keys: bytes) -> bytes:
 
 
 def wait(*keys: bytes) -> bytes:
-    return listed(Op.WAIT, *keys)
+    return listed(Opcode.WAIT, *keys)
 
 
-CANCEL = encode(Op.CANCEL_WAIT)
-PING = encode(Op.PING, 7)
+CANCEL = encode(Opcode.CANCEL_WAIT)
+PING = encode(Opcode.PING, 7)
 PONG = b"\7\0\0\0"
 
 
 class Table:
-    """One engine, and the people around it by name; it does for them what the server does."""
+    """One server, and the people around it by name; each is a real handler on a fake connection."""
 
     def __init__(self, *names: str, max_bytes: int = 1 << 40, limit: int = LIMIT) -> None:
-        self.engine = Engine(max_bytes)
-        self.limit = limit
-        self.people: dict[str, Conversation] = {}
+        self.server = new_server(max_bytes=max_bytes, max_answer_bytes=limit, limit=limit)
+        self.engine = self.server.state.namespaces[0].engine
+        self.clock = Clock()
+        self.connections: dict[str, FakeConnection] = {}
+        self.people: dict[str, C10dConnection] = {}
+        self.names: dict[int, str] = {}
         self.heard: dict[str, bytes] = {}
         for name in names:
             self.join(name)
 
-    def join(self, name: str, greeted: bool = True) -> Conversation:
-        self.people[name] = person = Conversation(self.engine, self.limit, name)
+    def join(self, name: str, greeted: bool = True) -> C10dConnection:
+        connection: Any = FakeConnection(self.clock, functools.partial(self.hear, name))
+        person = connection.handler = self.people[name] = self.server.torch_handler(connection)
+        self.connections[name] = connection
+        self.names[person.visitor.serial] = name
         self.heard[name] = b""
         if greeted:
-            assert person.receive(GREETING) == b""
+            self.feed(name, GREETING)
+            assert not self.heard[name]
         return person
 
+    def hear(self, name: str, data: bytes) -> None:
+        self.heard[name] += data
+
     def feed(self, name: str, data: bytes) -> None:
-        """Carry bytes to the engine, and what comes of it to everybody."""
-        person = self.people[name]
-        try:
-            self.heard[name] += person.receive(data)
-            while person.blocked:
-                self.heard[name] += person.receive(b"")
-        finally:
-            self.deliver()
+        """Carry bytes to the server, and what comes of it to everybody."""
+        self.connections[name].receive(data)
 
     def trickle(self, name: str, data: bytes, size: int) -> None:
         for at in range(0, len(data), size):
             self.feed(name, data[at : at + size])
 
-    def deliver(self) -> None:
-        for waiter, answer in self.engine.take():
-            owner: Any = waiter.owner
-            self.heard[owner.link] += owner.answer(waiter, answer)
-
     def leave(self, name: str) -> None:
-        self.people.pop(name).end()
-        self.deliver()
+        del self.people[name]
+        self.connections.pop(name).end()
 
     def say(self, name: str, *messages: bytes) -> bytes:
         """Send messages, and return all that this one has heard since it was last asked."""
@@ -95,21 +100,25 @@ class Table:
         return str(caught.value)
 
     def picture(self) -> object:
-        """Return all that the engine holds, as something to compare."""
+        """Return all that the server holds, as something to compare."""
         engine = self.engine
         queues = {key: list(queue) for key, queue in engine._queues.items()}
-        waits = [(w.owner.link, w.want, tuple(w.keys), tuple(w.missing), w.need) for w in self.waiters()]  # type: ignore
-        turns = [(turn.key, turn.owner.link) for turns in engine._turns.values() for turn in turns]  # type: ignore
-        return dict(engine._values), queues, waits, turns, engine.size, engine.revision
+        waits = [(self.names[w.owner.serial], w.want, tuple(w.keys), engine.missing(w), w.need) for w in self.waiters()]
+        turns = [(turn.key, self.names[turn.owner.serial]) for turns in engine._turns.values() for turn in turns]  # type: ignore[attr-defined]
+        holders = [self.names[serial] for serial in self.server.state.visitors]
+        return dict(engine._values), queues, waits, turns, holders, engine.size, engine.parked, engine.revision
 
     def waiters(self) -> list[Any]:
         held = [thing for things in self.engine._held.values() for thing in things]
-        return [thing for thing in held if hasattr(thing, "want")]
+        return [thing for thing in held if isinstance(thing, Waiter)]
 
     def check_size(self) -> None:
-        """The engine's count of its bytes must be what it holds."""
+        """The server's count of its bytes must be what it holds, and it must know exactly those who hold something."""
         engine = self.engine
         size = sum(len(key) + len(value) + ENTRY_BYTES for key, value in engine._values.items())
         size += sum(len(key) + len(item) + ENTRY_BYTES for key, items in engine._queues.items() for item in items)
-        size += sum(len(key) + ENTRY_BYTES for waiter in self.waiters() for key in waiter.keys)
+        size += sum(len(key) + ENTRY_BYTES for waiter in self.waiters() if not waiter.reads for key in waiter.keys)
         assert engine.size == size
+        assert engine.parked == sum(len(k) + ENTRY_BYTES for w in self.waiters() if w.reads for k in w.keys)
+        holders = {person.visitor.serial for person in self.people.values() if person.visitor.holds}
+        assert set(self.server.state.visitors) == holders

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.core.c10d import Op, encode
+from rallypoint.protocol.c10d import Opcode, encode
 
+from .fakes import items_of, value_of
 from .table import CANCEL, CANCELLED, PING, PONG, TOLD, Table, listed, number, string, wait
 
 
@@ -31,36 +32,36 @@ def test_compare_set(
 ) -> None:
     table = Table("a")
     if stored is not None:
-        table.say("a", encode(Op.SET, b"/k", stored))
-    assert table.say("a", encode(Op.COMPARE_SET, b"/k", expected, desired)) == string(returned)
-    assert table.engine.get(b"/k") == afterwards
+        table.say("a", encode(Opcode.SET, b"/k", stored))
+    assert table.say("a", encode(Opcode.COMPARE_SET, b"/k", expected, desired)) == string(returned)
+    assert value_of(table.engine, b"/k") == afterwards
 
 
 def test_compare_set_wakes_who_waits_only_when_it_writes() -> None:
     table = Table("a", "b")
     table.say("a", wait(b"/k"))
-    table.say("b", encode(Op.COMPARE_SET, b"/k", b"no", b"v"))
+    table.say("b", encode(Opcode.COMPARE_SET, b"/k", b"no", b"v"))
     assert table.hears("a") == b""
-    table.say("b", encode(Op.COMPARE_SET, b"/k", b"", b"v"))
+    table.say("b", encode(Opcode.COMPARE_SET, b"/k", b"", b"v"))
     assert table.hears("a") == TOLD
 
 
 @pytest.mark.parametrize(
     "write",
     [
-        encode(Op.SET, b"/k", b""),
-        encode(Op.MULTI_SET, 2, b"/x", b"", b"/k", b""),
-        encode(Op.ADD, b"/k", 0),
-        encode(Op.APPEND, b"/k", b""),
-        encode(Op.COMPARE_SET, b"/k", b"", b""),
-        encode(Op.QUEUE_PUSH, b"/k", b""),
-        encode(Op.BARRIER, b"/k", 1),
+        encode(Opcode.SET, b"/k", b""),
+        encode(Opcode.MULTI_SET, 2, b"/x", b"", b"/k", b""),
+        encode(Opcode.ADD, b"/k", 0),
+        encode(Opcode.APPEND, b"/k", b""),
+        encode(Opcode.COMPARE_SET, b"/k", b"", b""),
+        encode(Opcode.QUEUE_PUSH, b"/k", b""),
+        encode(Opcode.BARRIER, b"/k", 1),
     ],
 )
 @pytest.mark.parametrize("keys", [(b"/k",), (b"/k", b"/there"), (b"/k", b"/k"), (b"/there", b"/k", b"/there")])
 def test_every_write_ends_a_wait_with_one_byte(write: bytes, keys: tuple[bytes, ...]) -> None:
     table = Table("a", "b")
-    table.say("b", encode(Op.SET, b"/there", b""))
+    table.say("b", encode(Opcode.SET, b"/there", b""))
     assert table.say("a", wait(*keys)) == b""
     assert table.people["a"].waits_for == keys
     table.say("b", write)
@@ -73,28 +74,30 @@ def test_every_write_ends_a_wait_with_one_byte(write: bytes, keys: tuple[bytes, 
 
 def test_waits_that_are_true_already_end_at_once() -> None:
     table = Table("a")
-    table.say("a", encode(Op.SET, b"/k", b""), encode(Op.QUEUE_PUSH, b"/q", b"1"), encode(Op.SET, b"/j", b""))
+    table.say(
+        "a", encode(Opcode.SET, b"/k", b""), encode(Opcode.QUEUE_PUSH, b"/q", b"1"), encode(Opcode.SET, b"/j", b"")
+    )
     for keys in ((), (b"/k",), (b"/k", b"/k"), (b"/k", b"/j"), (b"/q",), (b"/q", b"/k")):
         assert table.say("a", wait(*keys)) == TOLD, keys
-        assert table.say("a", listed(Op.CHECK, *keys)) == b"\0", keys
-    assert table.say("a", listed(Op.CHECK, b"/k", b"/no")) == b"\1"
+        assert table.say("a", listed(Opcode.CHECK, *keys)) == b"\0", keys
+    assert table.say("a", listed(Opcode.CHECK, b"/k", b"/no")) == b"\1"
 
 
 def test_a_wait_ends_only_when_all_are_there_at_once() -> None:
     table = Table("a", "b")
     table.say("a", wait(b"/x", b"/y"))
-    table.say("b", encode(Op.SET, b"/x", b""), encode(Op.DELETE_KEY, b"/x"), encode(Op.SET, b"/y", b""))
+    table.say("b", encode(Opcode.SET, b"/x", b""), encode(Opcode.DELETE_KEY, b"/x"), encode(Opcode.SET, b"/y", b""))
     assert table.hears("a") == b""
-    table.say("b", encode(Op.SET, b"/x", b""))
+    table.say("b", encode(Opcode.SET, b"/x", b""))
     assert table.hears("a") == TOLD
 
 
 def test_deleting_wakes_nobody() -> None:
     table = Table("a", "b")
     table.say("a", wait(b"/k"))
-    assert table.say("b", encode(Op.DELETE_KEY, b"/k")) == number(0)
+    assert table.say("b", encode(Opcode.DELETE_KEY, b"/k")) == number(0)
     assert table.hears("a") == b""
-    assert table.say("b", encode(Op.SET, b"/j", b""), encode(Op.DELETE_KEY, b"/j")) == number(1)
+    assert table.say("b", encode(Opcode.SET, b"/j", b""), encode(Opcode.DELETE_KEY, b"/j")) == number(1)
     assert table.hears("a") == b""
 
 
@@ -103,10 +106,10 @@ def test_after_any_0_exactly_one_1_follows_a_cancellation() -> None:
     assert table.say("a", CANCEL) == CANCELLED  # with nothing to cancel
     table.say("a", wait(b"/k"))
     assert table.say("a", CANCEL) == CANCELLED
-    table.say("b", encode(Op.SET, b"/k", b""))
+    table.say("b", encode(Opcode.SET, b"/k", b""))
     assert table.hears("a") == b"", "a wait that was cancelled was answered"
     table.say("a", wait(b"/j"))
-    table.say("b", encode(Op.SET, b"/j", b""))  # just before the cancellation arrives
+    table.say("b", encode(Opcode.SET, b"/j", b""))  # just before the cancellation arrives
     assert table.say("a", CANCEL) == TOLD + CANCELLED
     assert table.say("a", CANCEL, PING) == CANCELLED + PONG
 
@@ -114,7 +117,10 @@ def test_after_any_0_exactly_one_1_follows_a_cancellation() -> None:
 def test_a_client_that_ends_its_own_wait_hears_of_it_first() -> None:
     table = Table("a", "b")
     table.say("b", wait(b"/k"))
-    assert table.say("a", wait(b"/k"), PING, encode(Op.SET, b"/k", b""), PING, CANCEL) == PONG + TOLD + PONG + CANCELLED
+    assert (
+        table.say("a", wait(b"/k"), PING, encode(Opcode.SET, b"/k", b""), PING, CANCEL)
+        == PONG + TOLD + PONG + CANCELLED
+    )
     assert table.hears("b") == TOLD
 
 
@@ -122,31 +128,31 @@ def test_a_new_wait_takes_the_place_of_the_old() -> None:
     table = Table("a", "b")
     table.say("a", wait(b"/old"), wait(b"/x", b"/new"))
     assert table.people["a"].waits_for == (b"/x", b"/new")
-    table.say("b", encode(Op.SET, b"/old", b""))
+    table.say("b", encode(Opcode.SET, b"/old", b""))
     assert table.hears("a") == b""
-    table.say("b", encode(Op.MULTI_SET, 2, b"/x", b"", b"/new", b""))
+    table.say("b", encode(Opcode.MULTI_SET, 2, b"/x", b"", b"/new", b""))
     assert table.hears("a") == TOLD
     assert not table.waiters()
 
 
-@pytest.mark.parametrize("first", [wait(b"/n"), wait(b"/n", b"/k"), encode(Op.BARRIER, b"/n", 3)])
-@pytest.mark.parametrize("second", [wait(b"/x"), wait(b"/x", b"/k"), encode(Op.BARRIER, b"/n", 3)])
+@pytest.mark.parametrize("first", [wait(b"/n"), wait(b"/n", b"/k"), encode(Opcode.BARRIER, b"/n", 3)])
+@pytest.mark.parametrize("second", [wait(b"/x"), wait(b"/x", b"/k"), encode(Opcode.BARRIER, b"/n", 3)])
 @pytest.mark.parametrize("together", [False, True])
 def test_whatever_wait_follows_whatever_wait_one_is_held(first: bytes, second: bytes, together: bool) -> None:
     table = Table("a", "b")
     for said in [first + second] if together else [first, second]:
         assert table.say("a", said) == b""
     assert len(table.waiters()) == 1
-    arrived = second[0] == Op.BARRIER
-    assert (table.engine.get(b"/n") or b"0") == (b"1" if arrived else b"0"), "one client arrived more than once"
+    arrived = second[0] == Opcode.BARRIER
+    assert (value_of(table.engine, b"/n") or b"0") == (b"1" if arrived else b"0"), "one client arrived more than once"
     assert table.say("a", CANCEL) == CANCELLED
-    assert not table.waiters() and (table.engine.get(b"/n") or b"0") == b"0"
+    assert not table.waiters() and (value_of(table.engine, b"/n") or b"0") == b"0"
 
 
 def test_what_is_asked_behind_a_wait_is_answered_at_once() -> None:
     table = Table("a", "b")
-    assert table.say("a", wait(b"/k"), encode(Op.ADD, b"/n", 2), listed(Op.CHECK, b"/k")) == number(2) + b"\1"
-    table.say("b", encode(Op.SET, b"/k", b""))
+    assert table.say("a", wait(b"/k"), encode(Opcode.ADD, b"/n", 2), listed(Opcode.CHECK, b"/k")) == number(2) + b"\1"
+    table.say("b", encode(Opcode.SET, b"/k", b""))
     assert table.hears("a") == TOLD
 
 
@@ -156,25 +162,25 @@ def test_who_leaves_is_forgotten() -> None:
     assert table.waiters()
     table.leave("a")
     assert not table.waiters()
-    assert table.say("b", encode(Op.MULTI_SET, 2, b"/k", b"", b"/j", b""), PING) == PONG
+    assert table.say("b", encode(Opcode.MULTI_SET, 2, b"/k", b"", b"/j", b""), PING) == PONG
     table.check_size()
 
 
 def test_a_missing_key_is_read_as_empty() -> None:
     table = Table("a")
-    table.say("a", encode(Op.QUEUE_PUSH, b"/q", b"1"), encode(Op.SET, b"/k", b"v"))
-    assert table.say("a", encode(Op.GET, b"/no"), encode(Op.GET, b"/q")) == string(b"") * 2
-    assert table.say("a", listed(Op.MULTI_GET, b"/no", b"/k", b"/q")) == string(b"") + string(b"v") + string(b"")
-    assert table.say("a", listed(Op.MULTI_GET)) == b""
+    table.say("a", encode(Opcode.QUEUE_PUSH, b"/q", b"1"), encode(Opcode.SET, b"/k", b"v"))
+    assert table.say("a", encode(Opcode.GET, b"/no"), encode(Opcode.GET, b"/q")) == string(b"") * 2
+    assert table.say("a", listed(Opcode.MULTI_GET, b"/no", b"/k", b"/q")) == string(b"") + string(b"v") + string(b"")
+    assert table.say("a", listed(Opcode.MULTI_GET)) == b""
 
 
 def test_keys_are_bytes_of_any_kind() -> None:
     table = Table("a")
     keys = [b"", b"/", b"\0", b"/\xff\xfe", b"init/", b"/k" * 100]
-    table.say("a", *(encode(Op.SET, key, key) for key in keys))
-    assert table.say("a", encode(Op.GETNUMKEYS)) == number(len(keys))
-    assert table.say("a", encode(Op.LIST_KEYS)) == number(len(keys)) + b"".join(map(string, keys))
-    assert table.say("a", listed(Op.MULTI_GET, *keys)) == b"".join(map(string, keys))
+    table.say("a", *(encode(Opcode.SET, key, key) for key in keys))
+    assert table.say("a", encode(Opcode.GETNUMKEYS)) == number(len(keys))
+    assert table.say("a", encode(Opcode.LIST_KEYS)) == number(len(keys)) + b"".join(map(string, sorted(keys)))
+    assert table.say("a", listed(Opcode.MULTI_GET, *keys)) == b"".join(map(string, keys))
 
 
 ADDS = [
@@ -193,39 +199,41 @@ ADDS = [
 def test_add(stored: bytes | None, amount: int, total: int, afterwards: bytes) -> None:
     table = Table("a")
     if stored is not None:
-        table.say("a", encode(Op.SET, b"/n", stored))
-    assert table.say("a", encode(Op.ADD, b"/n", amount), encode(Op.GET, b"/n")) == number(total) + string(afterwards)
+        table.say("a", encode(Opcode.SET, b"/n", stored))
+    assert table.say("a", encode(Opcode.ADD, b"/n", amount), encode(Opcode.GET, b"/n")) == number(total) + string(
+        afterwards
+    )
 
 
 @pytest.mark.parametrize("stored", [b"", b"x", b"-", b"+", b" ", b"%d" % 2**63, b"%d" % (-(2**63) - 1), b"9" * 5000])
-@pytest.mark.parametrize("op", [Op.ADD, Op.BARRIER])
+@pytest.mark.parametrize("op", [Opcode.ADD, Opcode.BARRIER])
 def test_what_is_no_number_ends_the_connection_and_stays(stored: bytes, op: int) -> None:
     table = Table("a", "b")
-    table.say("b", encode(Op.SET, b"/n", stored))
+    table.say("b", encode(Opcode.SET, b"/n", stored))
     before = table.picture()
     assert "/n" in table.refuses("a", encode(op, b"/n", 2))
     assert table.picture() == before
-    assert table.say("b", encode(Op.GET, b"/n")) == string(stored)
+    assert table.say("b", encode(Opcode.GET, b"/n")) == string(stored)
 
 
 def test_queues_are_apart_from_keys() -> None:
     table = Table("a")
-    assert table.say("a", encode(Op.QUEUE_LEN, b"/q"), encode(Op.QUEUE_POP, b"/q")) == number(0) * 2
-    table.say("a", encode(Op.QUEUE_PUSH, b"/q", b"one"), encode(Op.QUEUE_PUSH, b"/q", b""))
-    assert table.say("a", encode(Op.QUEUE_LEN, b"/q"), encode(Op.GETNUMKEYS)) == number(2) + number(0)
-    assert table.say("a", encode(Op.LIST_KEYS), encode(Op.DELETE_KEY, b"/q")) == number(0) * 2
-    assert table.say("a", encode(Op.QUEUE_POP, b"/q")) == number(2) + string(b"one")
-    assert table.say("a", encode(Op.QUEUE_POP, b"/q")) == number(1) + string(b"")
-    assert table.say("a", listed(Op.CHECK, b"/q")) == b"\1"
-    table.say("a", encode(Op.SET, b"/q", b"a key"))
-    assert table.say("a", wait(b"/q"), encode(Op.QUEUE_POP, b"/q")) == TOLD + number(0)
+    assert table.say("a", encode(Opcode.QUEUE_LEN, b"/q"), encode(Opcode.QUEUE_POP, b"/q")) == number(0) * 2
+    table.say("a", encode(Opcode.QUEUE_PUSH, b"/q", b"one"), encode(Opcode.QUEUE_PUSH, b"/q", b""))
+    assert table.say("a", encode(Opcode.QUEUE_LEN, b"/q"), encode(Opcode.GETNUMKEYS)) == number(2) + number(0)
+    assert table.say("a", encode(Opcode.LIST_KEYS), encode(Opcode.DELETE_KEY, b"/q")) == number(0) * 2
+    assert table.say("a", encode(Opcode.QUEUE_POP, b"/q")) == number(2) + string(b"one")
+    assert table.say("a", encode(Opcode.QUEUE_POP, b"/q")) == number(1) + string(b"")
+    assert table.say("a", listed(Opcode.CHECK, b"/q")) == b"\1"
+    table.say("a", encode(Opcode.SET, b"/q", b"a key"))
+    assert table.say("a", wait(b"/q"), encode(Opcode.QUEUE_POP, b"/q")) == TOLD + number(0)
 
 
 def push(item: bytes) -> bytes:
-    return encode(Op.QUEUE_PUSH, b"/q", item)
+    return encode(Opcode.QUEUE_PUSH, b"/q", item)
 
 
-POP = encode(Op.QUEUE_POP, b"/q")
+POP = encode(Opcode.QUEUE_POP, b"/q")
 IN_LINE = wait(b"/q")
 
 
@@ -255,7 +263,9 @@ def test_two_pushes_tell_two() -> None:
     assert table.say("a", POP) == number(1) + string(b"2")
 
 
-@pytest.mark.parametrize("other", [PING, CANCEL, encode(Op.GET, b"/k"), IN_LINE, encode(Op.QUEUE_POP, b"/other")])
+@pytest.mark.parametrize(
+    "other", [PING, CANCEL, encode(Opcode.GET, b"/k"), IN_LINE, encode(Opcode.QUEUE_POP, b"/other")]
+)
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_turn_that_is_not_used_goes_to_the_next(other: bytes, whole: bool) -> None:
     table = in_line("a", "b")
@@ -285,7 +295,7 @@ def test_the_turn_of_one_who_leaves_goes_to_the_next() -> None:
     table.leave("a")
     assert table.hears("b") == TOLD
     table.leave("b")
-    assert not table.engine._turns and table.engine.queue_len(b"/q") == 1
+    assert not table.engine._turns and len(items_of(table.engine, b"/q")) == 1
 
 
 def test_a_stale_turn_wakes_no_other_wait() -> None:
@@ -303,34 +313,34 @@ def test_a_wait_for_a_queue_and_a_key_takes_no_turn() -> None:
     table.say("b", IN_LINE)
     table.say("pusher", push(b"1"))
     assert table.hears("b") == TOLD
-    table.say("pusher", encode(Op.SET, b"/k", b""))
+    table.say("pusher", encode(Opcode.SET, b"/k", b""))
     assert table.hears("a") == TOLD
 
 
 def test_a_key_of_the_queues_name_tells_everyone_in_line() -> None:
     table = in_line("a", "b")
-    table.say("pusher", encode(Op.SET, b"/q", b""))
+    table.say("pusher", encode(Opcode.SET, b"/q", b""))
     assert table.hears("a") == table.hears("b") == TOLD
 
 
-BARRIER = encode(Op.BARRIER, b"/b", 3)
+BARRIER = encode(Opcode.BARRIER, b"/b", 3)
 
 
 def test_a_barrier_counts_in_an_ordinary_key() -> None:
     table = Table("a", "b", "c", "d")
     assert table.say("a", BARRIER) == table.say("b", BARRIER) == b""
-    assert table.engine.get(b"/b") == b"2"
+    assert value_of(table.engine, b"/b") == b"2"
     assert table.say("c", BARRIER) == TOLD
     assert table.hears("a") == table.hears("b") == TOLD
     assert table.say("d", BARRIER) == TOLD, "a second round with the same key passes at once, as with PyTorch"
-    assert table.engine.get(b"/b") == b"4"
+    assert value_of(table.engine, b"/b") == b"4"
 
 
 @pytest.mark.parametrize("size", [1, 0, -(2**63)])
 def test_a_barrier_of_one_passes(size: int) -> None:
     table = Table("a")
-    assert table.say("a", encode(Op.BARRIER, b"/b", size)) == TOLD
-    assert table.engine.get(b"/b") == b"1"
+    assert table.say("a", encode(Opcode.BARRIER, b"/b", size)) == TOLD
+    assert value_of(table.engine, b"/b") == b"1"
 
 
 @pytest.mark.parametrize("how", ["cancel", "leave"])
@@ -342,7 +352,7 @@ def test_an_arrival_that_gives_up_is_taken_back(how: str) -> None:
         assert table.say("a", CANCEL) == CANCELLED
     else:
         table.leave("a")
-    assert table.engine.get(b"/b") == b"1"
+    assert value_of(table.engine, b"/b") == b"1"
     assert table.say("c", BARRIER) == b"", "it passed one short"
     table.join("a")
     assert table.say("a", BARRIER) == TOLD
@@ -355,13 +365,13 @@ def test_who_was_let_through_is_not_taken_back() -> None:
         table.say(name, BARRIER)
     assert table.say("a", CANCEL) == TOLD + CANCELLED
     table.leave("b")
-    assert table.engine.get(b"/b") == b"3"
+    assert value_of(table.engine, b"/b") == b"3"
 
 
 def test_a_smaller_barrier_and_a_write_let_everybody_through() -> None:
     table = Table("a", "b", "c")
     table.say("a", BARRIER)
-    assert table.say("b", encode(Op.BARRIER, b"/b", 2)) == TOLD
+    assert table.say("b", encode(Opcode.BARRIER, b"/b", 2)) == TOLD
     assert table.hears("a") == b"", "it has its own size, and that is not reached"
-    table.say("c", encode(Op.SET, b"/b", b"3"))
+    table.say("c", encode(Opcode.SET, b"/b", b"3"))
     assert table.hears("a") == TOLD

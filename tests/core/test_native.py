@@ -11,15 +11,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core import client as client_core
-from rallypoint.core import native
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.caller import Caller, Sessions
-from rallypoint.core.client import Client, Reply, error_of
-from rallypoint.core.engine import Engine
-from rallypoint.core.native import Frames, Hello, Status, Welcome, frame
-from rallypoint.core.records import Event
+from rallypoint.core import lock, ops
+from rallypoint.core.entries import End
+from rallypoint.core.machine import Disconnected, Waiting
+from rallypoint.core.records import Event, Status
 from rallypoint.errors import NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
+from rallypoint.protocol import BadMessage, native
+from rallypoint.protocol import client as client_module
+from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.protocol.native import Frames, Hello, Welcome, frame
+from rallypoint.server.server import StoreServer
+
+from .fakes import Clock, FakeConnection, new_server, value_of, waiting
 
 LIMIT = 1 << 20
 
@@ -30,12 +33,29 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[start:stop] for start, stop in pairwise(at)]
 
 
-def caller(engine: Engine | None = None) -> Caller:
-    """A connection that has said hello."""
-    sessions = Sessions(engine or Engine(), b"server", 2.0)
-    caller = Caller(sessions, object(), LIMIT, b"session")
-    caller.receive(frame(Hello(native.VERSION, "test")), 0.0)
-    return caller
+class Caller:
+    """A connection to a server of its own, or to a given one, which has said hello."""
+
+    def __init__(self, greeted: bool = True, server: StoreServer | None = None) -> None:
+        self.server = server or new_server(limit=LIMIT)
+        self.engine = self.server.state.namespaces[0].engine
+        self.sent = b""
+        self._connection: Any = FakeConnection(Clock(), self._hear)
+        self._connection.handler = self.server.native_handler(self._connection)
+        if greeted:
+            self.receive(frame(Hello(native.VERSION, "test")))
+
+    def _hear(self, data: bytes) -> None:
+        self.sent += data
+
+    def receive(self, data: bytes) -> bytes:
+        """Carry bytes to the server, and return what it sent."""
+        self._connection.receive(data)
+        sent, self.sent = self.sent, b""
+        return sent
+
+    def end(self) -> None:
+        self._connection.end()
 
 
 def replies(data: bytes) -> list[list[Any]]:
@@ -71,9 +91,35 @@ def test_a_frame_past_the_limit_is_refused_by_its_length(cut: int | None) -> Non
 
 def test_the_sole_answer_is_taken_and_settled() -> None:
     client = Client("test")
-    number, _ = client.number, client.ask(native.Add, b"/n", 1)
+    number, _ = client.number, client.ask(ops.Add(0, b"/n", 1))
     assert client.sole(frame((number, Status.OK, 1)), number) == Reply(number, Status.OK, 1)
-    assert client.repeat() == b""
+    assert client.repeat(0.0) == b""
+
+
+TIMED: dict[type[ops.Op], tuple[Any, ...]] = {
+    ops.Get: (b"/k",),
+    ops.Wait: ([b"/k"],),
+    ops.MultiGet: ([b"/k"],),
+    ops.Take: (b"/q",),
+    ops.Arrive: (b"/b", 2),
+    ops.Act: (b"/l", "m", 7, lock.Acquire()),
+}
+
+
+@pytest.mark.parametrize("kind", TIMED)
+def test_a_request_that_waits_is_repeated_with_the_time_that_is_left(kind: type[ops.Op]) -> None:
+    client = Client("test")
+    sent = client.ask(kind(0, *TIMED[kind], 5.0), 105.0)
+    assert sent == frame(kind(1, *TIMED[kind], 5.0))
+    for now, left_s in ((99.0, 5.0), (100.0, 5.0), (102.0, 3.0), (105.0, 0.0), (1e9, 0.0)):
+        assert client.repeat(now) == frame(kind(1, *TIMED[kind], left_s))
+
+
+def test_what_answers_at_once_is_repeated_as_it_was() -> None:
+    client = Client("test")
+    sent = client.ask(ops.Add(0, b"/n", 1)) + client.ask(ops.Watch(0, b"/w"))
+    sent += client.ask(ops.Lease(0, b"/l", b"", 9.0))
+    assert client.repeat(1e9) == sent
 
 
 NOT_SOLE = {
@@ -92,14 +138,14 @@ NOT_SOLE = {
 @pytest.mark.parametrize("name", NOT_SOLE)
 def test_what_is_not_the_sole_answer_is_left_to_receive(name: str) -> None:
     client = Client("test")
-    number, request = client.number, client.ask(native.Add, b"/n", 1)
+    number, request = client.number, client.ask(ops.Add(0, b"/n", 1))
     assert client.sole(NOT_SOLE[name], number) is None
-    assert client.repeat() == request
+    assert client.repeat(0.0) == request
 
 
 def test_an_answer_that_comes_behind_half_of_another_is_left_to_receive() -> None:
     client = Client("test")
-    number, _ = client.number, client.ask(native.Add, b"/n", 1)
+    number, _ = client.number, client.ask(ops.Add(0, b"/n", 1))
     half, rest = frame((0, 1, (1, 1, b"/k", b"v")))[:6], frame((0, 1, (1, 1, b"/k", b"v")))[6:]
     assert client.receive(half) == []
     assert client.sole(rest, number) is None
@@ -108,7 +154,7 @@ def test_an_answer_that_comes_behind_half_of_another_is_left_to_receive() -> Non
 
 def test_an_answer_that_came_before_is_not_taken_again() -> None:
     client = Client("test")
-    number, _ = client.number, client.ask(native.Add, b"/n", 1)
+    number, _ = client.number, client.ask(ops.Add(0, b"/n", 1))
     answer = frame((number, Status.OK, 1))
     assert client.sole(answer, number) is not None
     assert client.sole(answer, number) is None
@@ -127,39 +173,40 @@ def test_the_client_reads_answers_however_they_are_cut(values: list[bytes], cuts
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 100), max_size=4))
 def test_random_bytes_do_not_harm_the_server(noise: bytes, cuts: list[int]) -> None:
-    engine = Engine()
-    engine.set(b"/k", b"v")
+    server = new_server(limit=LIMIT)
+    engine = server.state.namespaces[0].engine
+    engine.put(b"/k", b"v")
     for greeted in (False, True):
-        victim = caller(engine) if greeted else Caller(Sessions(engine, b"server", 2.0), object(), LIMIT, b"id")
+        victim = Caller(greeted, server)
         try:
             for piece in pieces(noise, cuts):
-                victim.receive(piece, 0.0)
+                victim.receive(piece)
         except BadMessage:
             pass
-        victim.end(0.0)
-    assert engine.get(b"/k") == b"v"
+        victim.end()
+    assert value_of(engine, b"/k") == b"v"
 
 
 @given(st.binary(max_size=60))
 def test_a_random_payload_is_answered_or_refused(payload: bytes) -> None:
-    victim = caller()
+    victim = Caller()
     try:
-        victim.receive(len(payload).to_bytes(4, "little") + payload, 0.0)
+        victim.receive(len(payload).to_bytes(4, "little") + payload)
     except BadMessage:
         return
-    assert replies(victim.receive(frame(native.Ping(1 << 40)), 0.0)) == [[1 << 40, Status.OK, None]]
+    assert replies(victim.receive(frame(ops.Ping(1 << 40)))) == [[1 << 40, Status.OK, None]]
 
 
 REQUESTS = [
-    native.Set(7, b"/k", b"v"),
-    native.Get(7, b"/k", 0.0),
-    native.Add(7, b"/n", 2),
-    native.MultiSet(7, [(b"/a", b"1"), (b"/b", b"2")]),
-    native.Swap(7, b"/k", None, b"w"),
-    native.Take(7, b"/q", 5.0),
-    native.Arrive(7, b"/b", 2, 5.0),
-    native.Drop(7, 3),
-    native.Confirm(0, 3, [2], 1),
+    ops.Set(7, b"/k", b"v"),
+    ops.Get(7, b"/k", 0.0),
+    ops.Add(7, b"/n", 2),
+    ops.MultiSet(7, [(b"/a", b"1"), (b"/b", b"2")]),
+    ops.Swap(7, b"/k", None, b"w"),
+    ops.Take(7, b"/q", 5.0),
+    ops.Arrive(7, b"/b", 2, 5.0),
+    ops.Drop(7, 3),
+    ops.Confirm(0, 3, [2], 1),
     Hello(native.VERSION, "again"),
 ]
 
@@ -168,22 +215,22 @@ REQUESTS = [
 def test_a_mutated_request_does_not_harm_the_server(request: Any, at: int, byte: int) -> None:
     payload = bytearray(msgspec.msgpack.encode(request))
     payload[at % len(payload)] = byte
-    engine = Engine()
-    victim = caller(engine)
+    victim = Caller()
     try:
-        victim.receive(len(payload).to_bytes(4, "little") + payload, 0.0)
-        victim.receive(frame(native.Ping(1 << 62)), 0.0)
+        victim.receive(len(payload).to_bytes(4, "little") + payload)
+        victim.receive(frame(ops.Ping(1 << 62)))
     except BadMessage:
         pass
-    victim.end(0.0)
-    engine.end(victim.session)
-    assert engine.statistics().waiters == 0
+    victim.end()
+    for serial in list(victim.server.state.sessions):
+        victim.server.state.apply(End(serial))
+    assert waiting(victim.engine) == 0 and victim.server.state.budget.kept == 0
 
 
 @given(st.binary(max_size=60))
 def test_a_random_payload_does_not_harm_the_client(payload: bytes) -> None:
     client = Client("test")
-    number, _ = client.number, client.ask(native.Set, b"/k", b"v")
+    number, _ = client.number, client.ask(ops.Set(0, b"/k", b"v"))
     try:
         for reply in client.receive(len(payload).to_bytes(4, "little") + payload):
             client.expects(reply)
@@ -193,7 +240,7 @@ def test_a_random_payload_does_not_harm_the_client(payload: bytes) -> None:
                 assert isinstance(error_of(reply, "store"), StoreError)
     except BadMessage:
         pass
-    assert client.repeat() == frame(native.Set(number, b"/k", b"v"))
+    assert client.repeat(0.0) == frame(ops.Set(number, b"/k", b"v"))
 
 
 def welcomed(client: Client, server: bytes, *said: object) -> float:
@@ -205,6 +252,30 @@ def test_a_server_that_does_not_say_so_hosts_objects() -> None:
     for said, hosts in (((), True), ((True,), True), ((False,), False)):
         welcomed(client, b"server", *said)
         assert client.hosts_objects is hosts
+
+
+def test_a_session_lasts_for_its_grace_or_as_long_as_the_server_may_be_away() -> None:
+    client = Client("test")
+    for said, away_s in (((), 2.0), ((True, True, 0.0), 2.0), ((True, True, 60.0), 60.0), ((True, True, 0.5), 2.0)):
+        assert welcomed(client, b"server", *said) == away_s
+
+
+class OldWelcome(msgspec.Struct, array_like=True):
+    """A welcome as clients knew it before servers recovered."""
+
+    version: int
+    server: bytes
+    session: bytes
+    grace_s: float
+    resumed: bool
+    hosts_objects: bool = True
+    kept_watches: bool = True
+
+
+def test_an_old_client_ignores_what_a_welcome_has_at_its_end() -> None:
+    told = msgspec.to_builtins(Welcome(1, b"server", b"id", 2.0, False, recovery_s=60.0), builtin_types=[bytes])
+    assert len(told) == 8
+    assert msgspec.convert(told, OldWelcome) == OldWelcome(1, b"server", b"id", 2.0, False)
 
 
 def test_a_client_takes_only_the_server_that_it_was_told_of() -> None:
@@ -222,9 +293,9 @@ DEEP, BAD_TEXT = b"\x91" * 100_000, b"\xa2\xff\xff"
 def test_nesting_and_bad_text_are_refused(payload: bytes) -> None:
     data = len(payload).to_bytes(4, "little") + payload
     with contextlib.suppress(BadMessage):  # with a number it is answered, and nothing of the rest is looked at
-        assert b"Misunderstood" in caller().receive(data, 0.0)
+        assert b"Misunderstood" in Caller().receive(data)
     with pytest.raises(BadMessage):
-        Caller(Sessions(Engine(), b"server", 2.0), object(), LIMIT, b"id").receive(data, 0.0)
+        Caller(greeted=False).receive(data)
     with pytest.raises(BadMessage):
         Client("test").receive(data)
 
@@ -232,7 +303,7 @@ def test_nesting_and_bad_text_are_refused(payload: bytes) -> None:
 def test_a_greeting_with_a_name_that_is_no_text_is_refused() -> None:
     payload = b"\x92\x01\xa2\xff\xff"
     with pytest.raises(BadMessage, match="not a greeting"):
-        Caller(Sessions(Engine(), b"server", 2.0), object(), LIMIT, b"id").receive(b"\x05\0\0\0" + payload, 0.0)
+        Caller(greeted=False).receive(b"\x05\0\0\0" + payload)
 
 
 WRONG = {
@@ -253,21 +324,27 @@ WRONG = {
 @pytest.mark.parametrize("name", WRONG)
 def test_a_request_that_makes_no_sense_is_answered_by_why(name: str) -> None:
     body, why = WRONG[name]
-    engine = Engine()
-    victim = caller(engine)
-    ((number, status, (kind, fields)),) = replies(victim.receive(frame(body), 0.0))
+    victim = Caller()
+    ((number, status, (kind, fields)),) = replies(victim.receive(frame(body)))
     assert (number, status, kind) == (7, Status.ERROR, "Misunderstood")
     assert why in fields["why"]
-    assert engine.num_keys() == 0 and engine.statistics().waiters == 0
-    assert replies(victim.receive(frame(native.Add(8, b"/n", 1)), 0.0)) == [[8, Status.OK, 1]]
-    assert replies(victim.receive(frame(body), 0.0))[0][1] == Status.ERROR, "and repeated, it is as wrong"
+    held = victim.engine.statistics()
+    assert (held.keys, held.waiters) == (0, 0)
+    assert replies(victim.receive(frame(ops.Add(8, b"/n", 1)))) == [[8, Status.OK, 1]]
+    assert replies(victim.receive(frame(body)))[0][1] == Status.ERROR, "and repeated, it is as wrong"
 
 
 @pytest.mark.parametrize("number", [0, -1])
-@pytest.mark.parametrize("kind", [native.Ping, native.Bye])
-def test_a_request_needs_a_number(number: int, kind: type[native.Request]) -> None:
+@pytest.mark.parametrize("kind", [ops.Ping, ops.Bye])
+def test_a_request_needs_a_number(number: int, kind: type[ops.Op]) -> None:
     with pytest.raises(BadMessage, match="count from 1"):
-        caller().receive(frame(kind(number)), 0.0)
+        Caller().receive(frame(kind(number)))
+
+
+def test_what_a_server_says_of_a_wait_is_what_clients_of_every_version_read() -> None:
+    assert Waiting._fields == ("reason", "missing", "withdrawn", "waited_s", "stands_by")
+    assert Disconnected("the server is down")._replace(waited_s=3.0) == Waiting("the server is down", waited_s=3.0)
+    assert isinstance(Disconnected("")._replace(waited_s=3.0), Disconnected)
 
 
 # Errors and welcomes, as the client reads them
@@ -324,10 +401,10 @@ def test_a_push_that_makes_no_sense_is_refused(result: Any) -> None:
 
 def test_answers_are_confirmed_after_a_while_and_open_requests_are_not() -> None:
     client = Client("test")
-    waiting, _ = client.number, client.ask(native.Take, b"/q", 5.0)
+    waiting, _ = client.number, client.ask(ops.Take(0, b"/q", 5.0))
     sent = b""
-    for _ in range(client_core.CONFIRM_EVERY + 1):
-        number, sent = client.number, client.ask(native.Add, b"/n", 1)
+    for _ in range(client_module.CONFIRM_EVERY + 1):
+        number, sent = client.number, client.ask(ops.Add(0, b"/n", 1))
         for reply in client.receive(frame((number, Status.OK, 1))):
             client.settle(reply)
     confirm, add = replies(sent)

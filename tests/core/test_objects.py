@@ -15,57 +15,87 @@ import pytest
 from rallypoint.core import objects, rendezvous
 from rallypoint.core.barrier import Arrive, Withdraw
 from rallypoint.core.barrier import Leave as LeaveBarrier
-from rallypoint.core.client import CONFIRM_EVERY, Client, Reply
+from rallypoint.core.deadlines import NEVER, Deadlines
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.exchange import Give, TakeBack
 from rallypoint.core.gathering import Limits
 from rallypoint.core.lock import Acquire, Release
 from rallypoint.core.machine import Call, Command, Done, Refused, Waiting
-from rallypoint.core.native import Add, Confirm, Drop, Frames, Pop, Request, Status, frame
 from rallypoint.core.objects import MAX_IDLE, MAX_IDLE_BYTES, Objects
-from rallypoint.core.records import TimedOut, Waiter
+from rallypoint.core.ops import Add, Confirm, Drop, Op, Pop
+from rallypoint.core.records import Status, TimedOut, Waiter
 from rallypoint.core.rendezvous import Close, Join, Leave, Look, Open
-from rallypoint.core.session import decode_request
 from rallypoint.errors import StoreFull
+from rallypoint.protocol.client import CONFIRM_EVERY, Client, Reply
+from rallypoint.protocol.native import Frames, decode_request, frame
 
 
 class Host:
-    """What a server does around its objects. A session is named as its one member is: 0 or 1."""
+    """What a server does around its objects, its clock included. A session is named as its one member is: 0 or 1."""
 
     def __init__(self, max_bytes: int = 1 << 62) -> None:
         self.engine = Engine(max_bytes)
         self.objects = Objects(self.engine)
+        self.deadlines = Deadlines()
 
     def act(self, session: str, number: int, command: Command, name: bytes = b"/o", now: float = 0.0) -> Any:
-        return self.objects.act(name, Call(session, session, number), command, session, now, 9.0, number)
+        return self.call(Call(session, session, number), command, session, name, now=now)
+
+    def call(
+        self, call: Call, command: Command, owner: str, name: bytes = b"/o", number: int = 0, now: float = 0.0
+    ) -> Any:
+        """Carry out a command; where it waits, the caller wants to hear why after nine seconds."""
+        outcome = self.objects.act(name, call, command, owner, 9.0, number or call.number)
+        if isinstance(outcome, Waiter):
+            self.deadlines.set(outcome, now + 9.0)
+        self.set_timers(now)
+        return outcome
+
+    def set_timers(self, now: float) -> None:
+        """Note when the timers are due that have changed."""
+        changed, self.objects.changed_timers = self.objects.changed_timers, []
+        for place in changed:
+            timer = self.objects.timers.get(place)
+            if timer is None:
+                self.deadlines.drop(place)
+            else:
+                self.deadlines.set(place, now + timer[1])
+
+    def due_at(self) -> float:
+        """Return when a timer is due next."""
+        return min((at for key, at in self.deadlines._at.items() if isinstance(key, tuple)), default=NEVER)
 
     def look_away(self, waiter: Waiter) -> Waiting:
         """Let a wait end by its deadline; its call is then between two looks."""
-        self.engine.drop(waiter)
+        assert self.engine.expire(waiter) is not None
         return self.objects.why(waiter)
 
     def end(self, session: str, now: float = 0.0) -> None:
         self.engine.end(session)
-        self.objects.end(session, now)
+        self.objects.end(session)
+        self.set_timers(now)
 
     def answers(self) -> list[tuple[Any, Any]]:
-        return [(waiter.tag, answer) for waiter, answer in self.engine.take()]
+        return [(waiter.number, answer) for waiter, answer in self.engine.take()]
 
     def tick(self, now: float) -> dict[str, Any]:
-        """Let the time pass and alarms ring, as a server does; return who was told what."""
-        self.engine.tick(now)
+        """Let the time pass and timers fire, as a server does; return who was told what."""
         told = {}
-        while self.engine.outbox:
+        for key in self.deadlines.due(now):
+            if isinstance(key, tuple):
+                self.objects.fire(key, self.objects.timers[key][0])
+                self.set_timers(now)
+            elif isinstance(key, Waiter):
+                timed_out = self.engine.expire(key)
+                if timed_out is not None:
+                    told[str(key.owner)] = timed_out
             for waiter, answer in self.engine.take():
-                if waiter.owner is self.objects:
-                    assert self.objects.answer(waiter, answer) == b""
-                else:
-                    told[str(waiter.owner)] = answer
-        return told
+                told[str(waiter.owner)] = answer
+        return told | {str(waiter.owner): answer for waiter, answer in self.engine.take()}
 
     def expect_nothing_left(self) -> None:
         left = self.objects
-        assert (left._pending, left._held, left._late, left._latecomers, left._alarms) == ({}, {}, {}, {}, {})
+        assert (left._pending, left._held, left._late, left._latecomers, left.timers) == ({}, {}, {}, {}, {})
         assert self.engine.size == 0 and self.engine.statistics().waiters == 0
         assert self.answers() == []
         assert list(left._machines) == list(left._idle), "those that are remembered, and no others"
@@ -112,9 +142,7 @@ def test_why_has_an_answer_when_the_machine_has_gone() -> None:
     """The wait ends by its deadline, and before its host asks why, the call is taken back."""
     host = Host()
     waiter = host.act("0", 1, Arrive(2))
-    host.engine.tick(10.0)
-    ((_, answer),) = host.engine.take()
-    assert isinstance(answer, TimedOut)
+    assert host.engine.expire(waiter) == TimedOut(())
     host.act("0", 2, Withdraw(1))
     assert host.objects.statistics() == {}
     assert host.objects.why(waiter) == Waiting("it was taken back")
@@ -143,8 +171,8 @@ def test_one_call_number_at_two_places_waits_at_both() -> None:
         assert isinstance(host.act("0", 1, Arrive(2), name), Waiter)
     for name in (b"/a", b"/b"):
         assert isinstance(host.act("1", 1, Arrive(2), name), Done)
-        ((tag, answer),) = host.answers()
-        assert tag == 1 and isinstance(answer, Done)
+        ((number, answer),) = host.answers()
+        assert number == 1 and isinstance(answer, Done)
     host.end("0")
     host.end("1")
     host.expect_nothing_left()
@@ -237,7 +265,7 @@ def test_a_barrier_with_a_last_one_out_leaves_nothing(ends: str) -> None:
     host.expect_nothing_left()
 
 
-# Alarms, on the example of the last call of a rendezvous
+# Timers, on the example of the last call of a rendezvous
 
 JOIN = Join(Limits(2, 4, 5.0))
 
@@ -249,22 +277,22 @@ def rank_of(told: Any) -> int:
     return int(answer[3])
 
 
-def test_an_alarm_rings_when_its_time_has_passed() -> None:
+def test_a_timer_fires_when_its_time_has_passed() -> None:
     host = Host()
     host.act("0", 1, JOIN)
-    assert host.engine.earliest == 9.0, "no alarm yet"
+    assert host.due_at() == NEVER, "no timer yet"
     host.act("1", 1, JOIN, now=1.0)
-    assert host.engine.earliest == 6.0
+    assert host.due_at() == 6.0
     assert host.tick(5.9) == {}
     told = host.tick(6.0)
     assert {name: rank_of(answer) for name, answer in told.items()} == {"0": 0, "1": 1}
-    assert host.objects._alarms == {}
+    assert host.objects.timers == {}
     host.end("0")
     host.end("1")
     host.expect_nothing_left()
 
 
-def test_an_alarm_is_not_set_anew_by_those_who_come_meanwhile() -> None:
+def test_a_timer_is_not_set_anew_by_those_who_come_meanwhile() -> None:
     host = Host()
     for session, now in (("0", 0.0), ("1", 1.0), ("2", 4.0)):
         host.act(session, 1, JOIN, now=now)
@@ -272,11 +300,11 @@ def test_an_alarm_is_not_set_anew_by_those_who_come_meanwhile() -> None:
 
 
 @pytest.mark.parametrize("how", ["full", "withdrawn", "left behind", "closed"])
-def test_an_alarm_is_stopped_when_last_call_ends(how: str) -> None:
+def test_a_timer_is_stopped_when_last_call_ends(how: str) -> None:
     host = Host()
     host.act("0", 1, JOIN)
     host.act("1", 1, JOIN)
-    assert len(host.objects._alarms) == 1
+    assert len(host.objects.timers) == 1
     match how:
         case "full":
             host.act("2", 1, JOIN)
@@ -287,11 +315,11 @@ def test_an_alarm_is_stopped_when_last_call_ends(how: str) -> None:
             host.end("1")
         case "closed":
             host.act("2", 1, Close("done", "well"))
-    assert host.objects._alarms == {} and host.objects not in host.engine._held
+    assert host.objects.timers == {} and host.due_at() == NEVER
     host.engine.take()
     revision = host.engine.revision
     host.tick(5.0)
-    assert host.engine.revision == revision, "nothing rang"
+    assert host.engine.revision == revision, "nothing fired"
     for session in "0123":
         host.end(session)
     host.engine.take()
@@ -299,23 +327,24 @@ def test_an_alarm_is_stopped_when_last_call_ends(how: str) -> None:
         host.expect_nothing_left()
 
 
-def test_an_alarm_that_is_stopped_when_it_is_about_to_ring_does_not() -> None:
-    """Its time is over, and before the engine has delivered that, one withdraws, and comes back: that is another."""
+def test_a_timer_that_is_stopped_when_it_is_about_to_fire_does_not() -> None:
+    """Its time is over, and before its entry is applied, one withdraws, and comes back: that is another."""
     host = Host()
     host.act("0", 1, JOIN)
     host.act("1", 1, JOIN)
-    host.engine.tick(5.0)
+    ((place, (number, duration_s)),) = host.objects.timers.items()
+    assert host.deadlines.due(5.0) == [place] and duration_s == 5.0
     host.act("1", 2, rendezvous.Withdraw(1))
     host.act("1", 3, JOIN, now=5.0)
-    for waiter, answer in host.engine.take():
-        if waiter.owner is host.objects:
-            host.objects.answer(waiter, answer)
+    assert host.answers() == [(1, Refused("Undone", {}))]
+    host.objects.fire(place, number)
+    assert host.engine.take() == [] and host.objects.timers[place][0] != number
     assert host.act("2", 1, Look()).answer["phase"] == "gathering"
     assert host.tick(9.5) == {"0": TimedOut(())}, "0 is to hear why it waits"
     assert set(host.tick(10.0)) == {"1"}
 
 
-def test_an_alarm_is_set_by_the_end_of_a_session() -> None:
+def test_a_timer_is_set_by_the_end_of_a_session() -> None:
     """A spare waits, and one of the round is lost: the other has so long to come again."""
     host = Host()
     join = Join(Limits(1, 2, 5.0))
@@ -323,7 +352,7 @@ def test_an_alarm_is_set_by_the_end_of_a_session() -> None:
     assert isinstance(spare, Waiter)
     host.engine.take()
     host.end("1", 7.0)
-    assert [alarm.due for alarm in host.objects._alarms.values()] == [12.0]
+    assert host.due_at() == 12.0
     assert host.tick(11.9) == {"2": TimedOut(())}
     assert host.objects.why(spare).missing == ("0",)
     host.act("2", 1, join, now=11.9)
@@ -333,21 +362,21 @@ def test_an_alarm_is_set_by_the_end_of_a_session() -> None:
     host.expect_nothing_left()
 
 
-def test_one_alarm_at_every_place() -> None:
+def test_one_timer_at_every_place() -> None:
     host = Host()
     for name, now in ((b"/a", 0.0), (b"/b", 2.0)):
         for session in "01":
             host.act(session, 1, JOIN, name, now)
-    assert len(host.objects._alarms) == 2
-    assert len(host.tick(5.0)) == 2 and len(host.objects._alarms) == 1
-    assert len(host.tick(7.0)) == 2 and host.objects._alarms == {}
+    assert len(host.objects.timers) == 2
+    assert len(host.tick(5.0)) == 2 and len(host.objects.timers) == 1
+    assert len(host.tick(7.0)) == 2 and host.objects.timers == {}
     host.end("0")
     host.end("1")
     host.expect_nothing_left()
 
 
 @pytest.mark.parametrize("spare", range(0, 6 * ENTRY_BYTES, 40))
-def test_there_is_room_for_an_alarm_or_the_call_is_refused(spare: int) -> None:
+def test_there_is_room_for_a_timer_or_the_call_is_refused(spare: int) -> None:
     host = Host()
     host.act("0", 1, JOIN)
     host.engine.max_bytes = host.engine.size + spare
@@ -355,9 +384,9 @@ def test_there_is_room_for_an_alarm_or_the_call_is_refused(spare: int) -> None:
     try:
         host.act("1", 1, JOIN)
     except StoreFull:
-        assert (host.engine.size, host.engine.revision) == before and not host.objects._alarms
+        assert (host.engine.size, host.engine.revision) == before and not host.objects.timers
     else:
-        assert len(host.objects._alarms) == 1 and set(host.tick(5.0)) == {"0", "1"}
+        assert len(host.objects.timers) == 1 and set(host.tick(5.0)) == {"0", "1"}
     host.end("0")
     host.end("1")
     host.engine.take()
@@ -471,7 +500,7 @@ def lost_run(host: Host, name: bytes, nodes: list[str]) -> None:
     """Form a round of these nodes, in one session, and lose them."""
     join = Join(Limits(len(nodes), len(nodes)))
     for number, node in enumerate(nodes):
-        host.objects.act(name, Call(node, "s", number), join, "s", 0.0, 9.0, number)
+        host.call(Call(node, "s", number), join, "s", name, number)
     host.end("s")
     host.engine.take()
 
@@ -511,7 +540,7 @@ def test_a_run_that_is_used_is_not_forgotten_for_those_that_are_not() -> None:
 # What a client says of a call that it takes back
 
 
-def said(data: bytes) -> list[Request]:
+def said(data: bytes) -> list[Op]:
     return [decode_request(payload) for payload in Frames(1 << 20).feed(data)]
 
 
@@ -519,36 +548,36 @@ def said(data: bytes) -> list[Request]:
 def test_no_confirm_before_a_drop_forgets_what_is_dropped(answered: int) -> None:
     """An item may have been taken for a call that was interrupted: confirmed first, it could not go back."""
     client = Client("test")
-    client.ask(Pop, b"/q")
+    client.ask(Pop(0, b"/q"))
     for number in range(2, answered + 2):
-        client.ask(Add, b"/n", 1)
+        client.ask(Add(0, b"/n", 1))
         (reply,) = client.receive(frame((number, Status.OK, 1)))
         client.settle(reply)
     client.forget(1)
-    first, *others = said(client.ask(Drop, 1))
+    first, *others = said(client.ask(Drop(0, 1)))
     assert isinstance(first, Drop) and first.target == 1
     assert [type(other) for other in others] == ([Confirm] if answered >= CONFIRM_EVERY else [])
 
 
 def test_a_confirm_goes_before_any_other_request() -> None:
     client = Client("test")
-    client.ask(Pop, b"/q")
+    client.ask(Pop(0, b"/q"))
     client.settle(Reply(1, Status.OK, b"an item, which is to be confirmed at once"))
-    confirm, add = said(client.ask(Add, b"/n", 1))
+    confirm, add = said(client.ask(Add(0, b"/n", 1)))
     assert (type(confirm), type(add)) == (Confirm, Add)
     assert isinstance(confirm, Confirm) and confirm.last == 1 and confirm.open == []
 
 
 def test_a_rank_that_came_again_is_counted_while_it_is_held_and_has_the_place_after() -> None:
     host = Host()
-    host.objects.act(b"/o", Call("0", "old", 1), Give(2, 0, b"old", "all_gather"), "old", 0.0, 9.0, 1)
-    held = host.objects.act(b"/o", Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", 0.0, 9.0, 2)
+    host.call(Call("0", "old", 1), Give(2, 0, b"old", "all_gather"), "old", number=1)
+    held = host.call(Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", number=2)
     assert isinstance(host.act("1", 1, Give(2, 1, b"b", "all_gather")), Waiter)
     assert "0's earlier process of session old still holds the place" in host.look_away(held).reason
-    held = host.objects.act(b"/o", Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", 0.0, 9.0, 3)
+    held = host.call(Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", number=3)
     assert isinstance(held, Waiter) and host.answers() == []
     host.end("old")
-    assert [(tag, msgspec.msgpack.decode(answer.answer)) for tag, answer in host.answers()] == [
+    assert [(number, msgspec.msgpack.decode(answer.answer)) for number, answer in host.answers()] == [
         (1, [b"new", b"b"]),
         (3, [b"new", b"b"]),
     ]
@@ -562,7 +591,7 @@ def test_a_call_that_a_later_one_of_its_session_replaces_is_refused_and_counted_
     other = "0, by a later call of the same process"
     assert host.answers() == [(1, Refused("NameTaken", {"member": "0", "other": other}))]
     assert host.act("1", 3, Give(2, 1, b"c", "all_gather")) == Done([b"b", b"c"])
-    assert [tag for tag, _ in host.answers()] == [2]
+    assert [number for number, _ in host.answers()] == [2]
     host.expect_nothing_left()
 
 
@@ -577,11 +606,11 @@ def test_a_call_that_is_refused_for_the_sake_of_one_who_may_be_dead_waits_for_it
     assert "0 is in the way" in host.look_away(waiter).reason
     assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
     host.end("0")
-    ((tag, answer),) = host.answers()
-    assert tag == 2 and isinstance(answer, Waiting), "it is to look again"
+    ((number, answer),) = host.answers()
+    assert number == 2 and isinstance(answer, Waiting), "it is to look again"
     assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
     assert host.act("0'", 3, Arrive(["1", "0'"])).error == "Disagreement"
-    host.objects.act(b"/o", Call("0", "new", 4), Arrive(2), "new", 0.0, 9.0, 4)
+    host.call(Call("0", "new", 4), Arrive(2), "new", number=4)
     assert host.answers() == [(2, Done())]
     host.expect_nothing_left()
 
@@ -593,11 +622,11 @@ def test_it_is_refused_when_the_other_one_comes_back() -> None:
     assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
     assert isinstance(host.act("2", 3, Arrive(2)), Waiter)
     host.objects.back("0")
-    assert [(tag, type(answer)) for tag, answer in host.answers()] == [(2, Waiting), (3, Waiting)]
+    assert [(number, type(answer)) for number, answer in host.answers()] == [(2, Waiting), (3, Waiting)]
     for session, number in (("1", 2), ("2", 3)):
         assert host.act(session, number, Arrive(2)).error == "Disagreement"
     host.act("0", 4, Withdraw(1))
-    assert [tag for tag, _ in host.answers()] == [1]
+    assert [number for number, _ in host.answers()] == [1]
     host.expect_nothing_left()
 
 
@@ -609,7 +638,7 @@ def test_it_may_be_taken_back_or_end_meanwhile(how: str) -> None:
     host.act("1", 2, Arrive(2))
     if how == "undo":
         assert host.act("1", 3, Withdraw(2)) == Done()
-        assert [tag for tag, _ in host.answers()] == [2]
+        assert [number for number, _ in host.answers()] == [2]
     host.end("1")
     host.end("0")
     host.expect_nothing_left()
@@ -619,7 +648,7 @@ def test_one_that_asks_not_to_wait_is_refused_at_once() -> None:
     host = Host()
     host.act("0", 1, Arrive(3))
     host.objects.doubts.away("0")
-    outcome = host.objects.act(b"/o", Call("1", "1", 2), Arrive(2), "1", 0.0, 0.0, 2)
+    outcome = host.objects.act(b"/o", Call("1", "1", 2), Arrive(2), "1", 0.0, 2)
     assert isinstance(outcome, Refused) and outcome.error == "Disagreement"
     host.end("0")
     host.expect_nothing_left()
@@ -628,16 +657,21 @@ def test_one_that_asks_not_to_wait_is_refused_at_once() -> None:
 # Deadlines that pass at the same moment
 
 
+@pytest.mark.parametrize("why_first", [True, False])
 @pytest.mark.parametrize("kind", ["barrier", "exchange"])
-def test_a_round_that_ends_in_the_moment_in_which_a_wait_for_it_does_is_not_forgotten(kind: str) -> None:
-    """A server lets waits end by their deadlines and then sessions by their grace, before it sends anything."""
+def test_a_round_that_ends_in_the_moment_in_which_a_wait_for_it_does_is_not_forgotten(
+    kind: str, why_first: bool
+) -> None:
+    """A server lets waits end by their deadlines and then sessions by their grace, before anybody can look again."""
     host = Host()
     commands = [Arrive(3) if kind == "barrier" else Give(3, rank, b"", "all_gather") for rank in range(2)]
-    for rank, command in enumerate(commands):
-        host.act(str(rank), 1, command)
-    host.engine.tick(9.0)
+    waiters = [host.act(str(rank), 1, command) for rank, command in enumerate(commands)]
+    assert set(host.tick(9.0).values()) == {TimedOut(())}
+    if why_first:
+        assert all(isinstance(host.objects.why(waiter), Waiting) for waiter in waiters)
     host.end("1")
-    told = [host.objects.why(waiter) for waiter, answer in host.engine.take() if isinstance(answer, TimedOut)]
-    assert len(told) == 2 and all(isinstance(one, Waiting) for one in told)
+    if not why_first:
+        assert all(isinstance(host.objects.why(waiter), Waiting) for waiter in waiters)
+    assert host.answers() == []
     assert host.act("0", 1, commands[0]) == Refused("MembersLost", {"lost": ["1"]})
     host.expect_nothing_left()

@@ -64,8 +64,7 @@ def state(replica: Replica) -> dict[str, Any]:
     arrivals = {ticket: (waiter.keys[0], waiter.need, waiter.arrived) for ticket, waiter in replica.arrivals.items()}
     queues = {key: list(queue) for key, queue in replica._queues.items()}
     return {
-        "keys": replica.list_keys(),
-        "values": replica.values(),
+        "values": list(replica.values().items()),
         "queues": queues,
         "leases": dict(replica._lessee),
         "arrivals": arrivals,
@@ -110,16 +109,16 @@ def test_changes_lead_from_one_content_to_the_other_and_name_a_key_once(one: lis
 
 def test_an_arrival_is_let_through_withdrawn_or_ended() -> None:
     replica = replayed([Arrive(b"gate", 2, 1, 1), Arrive(b"gate", 3, 1, 2), Arrive(b"gate", 9, 2, 1)])
-    assert set(replica.arrivals) == {(2, 1)} and replica.get(b"gate") == b"3"
+    assert set(replica.arrivals) == {(2, 1)} and replica.value(b"gate") == b"3"
     replayed([Arrive(b"gate", 9, 1, 3), Withdraw(1, 3)], replica)
-    assert set(replica.arrivals) == {(2, 1)} and replica.get(b"gate") == b"3"
+    assert set(replica.arrivals) == {(2, 1)} and replica.value(b"gate") == b"3"
     replayed([End(2)], replica)
-    assert not replica.arrivals and replica.get(b"gate") == b"2" and set(replica.owners) == {1}
+    assert not replica.arrivals and replica.value(b"gate") == b"2" and set(replica.owners) == {1}
 
 
 def test_the_watch_of_a_host_comes_out_and_barriers_do_not() -> None:
     replica = Replica()
-    watch = replica.watch(b"", "me")
+    watch = replica.watch(b"", "me", 1)
     Arrive(b"gate", 2, 1, 1).apply(replica)
     Arrive(b"gate", 2, 1, 2).apply(replica)
     assert replica.take() == [(watch, Event(1, b"gate", b"1")), (watch, Event(2, b"gate", b"2"))]

@@ -82,6 +82,9 @@ class Cluster:
     def stop(self, index: int) -> None:
         """Hold a member: its connections stay, and nothing answers."""
         self._signal(index, signal.SIGSTOP)
+        threads, deadline = Path(f"/proc/{self._process(index).pid}/task"), Deadline(AMPLE_S)
+        while any((thread / "stat").read_text().rpartition(")")[2].split()[0] != "T" for thread in threads.iterdir()):
+            assert not deadline.expired(), f"member {index} does not stop"
 
     def cont(self, index: int) -> None:
         """Let a member that was held go on."""

@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import pytest
+from tests.etcd.named_engine import NamedEngine
 from tests.etcd.world import LONG_TTL_S, TTL_S, World
 from tests.linearizability.checker import FOREVER, Operation, is_linearizable
 
-from rallypoint.core.engine import Engine
 from rallypoint.core.records import TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import NoQuorum, NotAnInteger, SessionLost
@@ -189,9 +189,12 @@ NOTHING: State = ((), (), ())
 
 def engine_step(state: State, operation: Operation) -> tuple[State, Any]:
     """The model: what the engine makes of it; and what was taken for one who gave up may be put back, once."""
-    engine, limbo = Engine(), state[2]
-    engine._values = dict(state[0])
-    engine._queues = {key: deque(items) for key, items in state[1]}
+    engine, limbo = NamedEngine(), state[2]
+    for key, value in state[0]:
+        engine.put(key, value)
+    for key, items in state[1]:
+        for item in items:
+            engine.push(key, item)
     result: Any = None
     if operation.kind == "put_back":
         if limbo:

@@ -3,7 +3,7 @@
 A command starts with who does it; `b.2` is the second call that owner `b` has under way. What a call returns is written
 after it, `b get x -> 1`; a call that waits returns nothing yet, and one that only writes has nothing to say. What is
 delivered is written `b <- 1`. A bare word is bytes, `b'\\x00'` is what no word can say, and `b'1'*9` is nine of them.
-Durations (`for 5`) count from the last `tick`.
+Durations (`for 5`) count from the last `tick`: the engine has no clock, so the script keeps the deadlines, as hosts do.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 
 import pytest
 
+from rallypoint.core import ops
+from rallypoint.core.deadlines import NEVER, Deadlines
 from rallypoint.core.engine import Engine
 from rallypoint.core.records import Event, Swap, TimedOut, Turn, Waiter, Watch
 from rallypoint.errors import RallypointError
@@ -53,18 +55,22 @@ def write(value: object) -> str:
             return f"{revision}: {write(key)} {'deleted' if now is None else '= ' + write(now)}"
         case Turn(key=key):
             return f"turn at {write(key)}"
-        case list():
+        case list() | tuple():
             return " ".join(map(write, value)) or "nothing"
         case _:
             return str(value)
 
 
 class EngineScript:
-    """An engine that takes its commands as lines of text."""
+    """An engine that takes its commands as lines of text. `new limit 500 slice 2` sets its limits."""
 
-    def __init__(self, *limit: int) -> None:
-        self.engine = Engine(*limit)
+    def __init__(self, limit: int = 1 << 62, slice_keys: int = 1 << 62) -> None:
+        self.engine = Engine(limit, slice_keys=slice_keys)
         self.now = 0.0
+        self.deadlines = Deadlines()
+        self.who = [""]
+        """Who makes the call of that number."""
+
         self.held: dict[str, Waiter | Watch] = {}
         self.turns: dict[str, Turn] = {}
 
@@ -82,71 +88,100 @@ class EngineScript:
     def hosts(self) -> dict[str, Callable[..., str | None]]:
         """What the host of an engine does beside its owners' operations."""
         return {
-            "new": lambda *limit: self.__init__(*map(int, limit[1:])),  # type: ignore[misc]
+            "new": self.renew,
             "tick": self.tick,
-            "sweep": lambda: f"turns are {'left' if self.engine.sweep_turns() else 'over'}",
+            "sweep": self.sweep,
+            "go_on": self.engine.go_on,
             "drop": lambda who: self.engine.drop(self.held.pop(who)),
             "done": lambda who: self.engine.drop(self.turns.pop(who)),
             "end": self.engine.end,
             "size": lambda: str(self.engine.size),
+            "parked": lambda: str(self.engine.parked),
             "count": self.count,
         }
 
+    def renew(self, *words: str) -> None:
+        limits = dict(zip(words[::2], map(int, words[1::2]), strict=True))
+        self.__init__(limits.get("limit", 1 << 62), limits.get("slice", 1 << 62))  # type: ignore[misc]
+
     def tick(self, now: str) -> str | None:
         self.now = float(now)
-        following = self.engine.tick(self.now)
-        return None if following is None else f"next at {following:g}"
+        for waiter in self.deadlines.due(self.now):
+            assert isinstance(waiter, Waiter)
+            timed_out = self.engine.expire(waiter)
+            if timed_out is not None:
+                self.engine.outbox.append((waiter, timed_out))
+        return None if self.deadlines.earliest == NEVER else f"next at {self.deadlines.earliest:g}"
+
+    def sweep(self) -> str:
+        for turn in self.engine.idle_turns():
+            self.engine.drop(turn)
+        return f"turns are {'left' if self.engine._turns else 'over'}"
 
     def count(self) -> str:
         held = self.engine.statistics()._asdict()
         return ", ".join(f"{n} {what}" for what, n in held.items() if n and what != "revision") or "nothing"
 
     def operation(self, who: str, name: str, *words: str) -> str | None:
-        result = self.call(who, who.split(".")[0], name, list(words))
+        owner, timeout_s = who.split(".")[0], ops.MAX_WAIT_S
+        if "for" in words:
+            *words, _, duration = words  # type: ignore[assignment]
+            timeout_s = float(duration)
+        self.who.append(who)
+        result = self.call(owner, name, list(words), timeout_s)
         if isinstance(result, Waiter | Watch):
             self.held[who] = result
+            if isinstance(result, Waiter) and timeout_s < ops.MAX_WAIT_S:
+                self.deadlines.set(result, self.now + timeout_s)
             return None
         if isinstance(result, Turn):
             self.turns[who] = result
-        return None if result is None and name in WRITES else write(result)
+        if name == "get":
+            values = result if len(words) > 1 else [result]
+            return write(["missing" if value is None else value for value in values])
+        if result is None and name in WRITES:
+            return None
+        return "empty" if result is None and name == "pop" else write(result)
 
-    def call(self, who: str, owner: str, name: str, words: list[str]) -> Any:
-        deadline = None
-        if "for" in words:
-            *words, _, duration = words
-            deadline = self.now + float(duration)
-        engine, keys = self.engine, [read(word) for word in words]
-        calls: dict[str, Callable[[], Any]] = {
-            "set": lambda: engine.set(*keys),
-            "lease": lambda: engine.set(*keys, owner),
-            "unlease": lambda: engine.unlease(*keys, owner),
-            "multi_set": lambda: engine.multi_set([*zip(keys[::2], keys[1::2], strict=True)]),
-            "get": lambda: ["missing" if value is None else value for value in engine.multi_get(keys)],
-            "add": lambda: engine.add(keys[0], int(words[1])),
-            "append": lambda: engine.append(*keys),
-            "compare_set": lambda: engine.compare_set(*keys),
-            "swap": lambda: engine.swap(keys[0], None if words[1] == "missing" else keys[1], keys[2]),
-            "delete": lambda: engine.delete(*keys),
-            "delete_prefix": lambda: engine.delete_prefix(*keys),
-            "check": lambda: engine.check(keys),
-            "list": lambda: engine.list_keys(*keys),
-            "num": lambda: engine.num_keys(*keys),
-            "push": lambda: engine.queue_push(keys[0], keys[1], front=words[2:] == ["front"]),
-            "pop": lambda: engine.queue_pop(*keys) if engine.queue_len(*keys) else "empty",
-            "len": lambda: engine.queue_len(*keys),
-            "wait": lambda: engine.wait(keys, owner, deadline, who),
-            "values": lambda: engine.wait_values(keys, owner, deadline, who),
-            "item": lambda: engine.wait_item(keys[0], owner, deadline, who),
-            "turn": lambda: engine.wait_turn(keys[0], owner, who),
-            "barrier": lambda: engine.barrier(keys[0], int(words[1]), owner, deadline, who),
-            "watch": lambda: engine.watch(keys[0] if keys else b"", owner, who),
+    def call(self, owner: str, name: str, words: list[str], timeout_s: float) -> Any:
+        number, keys = len(self.who) - 1, [read(word) for word in words]
+        if name == "watch":
+            return self.engine.watch(keys[0] if keys else b"", owner, number)
+        if name == "push" and words[2:] == ["front"]:
+            return self.engine.push(keys[0], keys[1], front=True)
+        makers: dict[str, Callable[[], ops.Op]] = {
+            "set": lambda: ops.Set(number, *keys),
+            "lease": lambda: ops.Lease(number, *keys, 0.0),
+            "unlease": lambda: ops.Unlease(number, *keys),
+            "multi_set": lambda: ops.MultiSet(number, [*zip(keys[::2], keys[1::2], strict=True)]),
+            "get": lambda: ops.Peek(number, keys[0]) if len(keys) == 1 else ops.MultiPeek(number, keys),
+            "add": lambda: ops.Add(number, keys[0], int(words[1])),
+            "append": lambda: ops.Append(number, *keys),
+            "compare_set": lambda: ops.CompareSet(number, *keys),
+            "swap": lambda: ops.Swap(number, keys[0], None if words[1] == "missing" else keys[1], keys[2]),
+            "delete": lambda: ops.Delete(number, *keys),
+            "delete_prefix": lambda: ops.DeletePrefix(number, *keys),
+            "check": lambda: ops.Check(number, keys),
+            "list": lambda: ops.List(number, *(keys or [b""])),
+            "num": lambda: ops.Count(number, *(keys or [b""])),
+            "push": lambda: ops.Push(number, *keys),
+            "pop": lambda: ops.Pop(number, *keys),
+            "len": lambda: ops.QueueLen(number, *keys),
+            "wait": lambda: ops.Wait(number, keys, timeout_s),
+            "values": lambda: ops.MultiGet(number, keys, timeout_s),
+            "value": lambda: ops.Get(number, *keys, timeout_s),
+            "item": lambda: ops.Take(number, keys[0], timeout_s),
+            "turn": lambda: ops.Await(number, keys[0]),
+            "barrier": lambda: ops.Arrive(number, keys[0], int(words[1]), timeout_s),
         }
-        return calls[name]()
+        return self.engine.execute(makers[name](), owner)
 
     def delivered(self, handle: Waiter | Watch, answer: object) -> str:
-        who = str(handle.tag)
-        if isinstance(handle, Waiter) and self.held.get(who) is handle:
-            del self.held[who]
+        who = self.who[handle.number]
+        if isinstance(handle, Waiter):
+            self.deadlines.drop(handle)
+            if self.held.get(who) is handle:
+                del self.held[who]
         if isinstance(answer, Turn):
             self.turns[who] = answer
         return f"{who} <- {write(answer)}"

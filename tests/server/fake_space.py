@@ -14,7 +14,8 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Any
 
-from rallypoint.core.engine import Engine
+from tests.etcd.named_engine import NamedEngine
+
 from rallypoint.core.records import Event, Swap, TimedOut, Watch
 from rallypoint.deadline import Deadline
 from rallypoint.errors import SessionLost, StoreClosed
@@ -34,7 +35,7 @@ class FakeEtcd:
     """The cluster."""
 
     def __init__(self) -> None:
-        self.engines: dict[str, Engine] = {}
+        self.engines: dict[str, NamedEngine] = {}
         self.histories: dict[str, History] = {}
         self.records: dict[bytes, Record] = {}
         self.bell = asyncio.Event()
@@ -52,7 +53,7 @@ class FakeEtcd:
         for engine in self.engines.values():
             for watch, event in engine.take():
                 assert isinstance(watch, Watch)
-                watch.tag.came(event)
+                watch.owner.came(event)  # type: ignore[attr-defined]
         self.bell.set()
         self.bell = asyncio.Event()
 
@@ -134,7 +135,7 @@ class FakeFeed:
         for event in self._space.etcd.histories[self._space.prefix].events:
             if event.revision > revision and event.key.startswith(self._prefix):
                 self.came(event)
-        self._watch = self._space.engine.watch(self._prefix, self, self)
+        self._watch = self._space.engine.watch(self._prefix, self, 0)
 
     def came(self, event: Event) -> None:
         self._events.append(event._replace(revision=event.revision * PLACES))
@@ -163,9 +164,9 @@ class FakeSpace:
     def __init__(self, etcd: FakeEtcd, prefix: str, by: str) -> None:
         self.etcd, self.prefix, self.by = etcd, prefix, by
         if prefix not in etcd.engines:
-            etcd.engines[prefix] = Engine()
+            etcd.engines[prefix] = NamedEngine()
             etcd.histories[prefix] = History()
-            etcd.engines[prefix].watch(b"", etcd, etcd.histories[prefix])
+            etcd.engines[prefix].watch(b"", etcd.histories[prefix], 0)
         self.engine = etcd.engines[prefix]
         self.name = f"fake://{prefix}"
         self.identity = prefix.encode()

@@ -19,7 +19,7 @@ import uvloop
 from tests.wire import AMPLE_S
 
 from rallypoint import net
-from rallypoint.server.house import House
+from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
 CLIENTS = 8
@@ -71,13 +71,13 @@ def hammering(address: tuple[str, int]) -> Iterator[list[socket.socket]]:
 
 
 async def serve_until_all_are_in(listening: socket.socket, clients: list[socket.socket]) -> None:
-    house = House(Settings())
-    await house.open([listening])
+    server = StoreServer(Settings())
+    await server.open([listening])
     deadline = time.monotonic() + AMPLE_S
-    while house.connections < CLIENTS and time.monotonic() < deadline:
+    while server.connections < CLIENTS and time.monotonic() < deadline:
         await asyncio.sleep(0)
     assert [accepted_from(client) for client in clients] == [OPTIONS] * CLIENTS
-    await house.close()
+    await server.close()
 
 
 @pytest.mark.parametrize("make_loop", [uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])

@@ -10,9 +10,11 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rallypoint.core.c10d import REPLIES_BYTES, Op, encode, hello
+from rallypoint.core.engine import Engine
+from rallypoint.protocol.c10d import Opcode, encode, hello
 from rallypoint.server.connection import Connection
-from rallypoint.server.house import House
+from rallypoint.server.native_connection import REPLIES_BYTES
+from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
 MIB = 1024 * 1024
@@ -22,11 +24,11 @@ HIGH = 65_536
 class Wire(asyncio.Transport):
     """One peer's end: `says` goes to the server, `reads` takes what has been written for it."""
 
-    def __init__(self, house: House, greet: bool = True) -> None:
+    def __init__(self, server: StoreServer, greet: bool = True) -> None:
         super().__init__()
         self.pending = b""
         self.paused = self.reading_stopped = self.closing = False
-        self.connection = Connection(house)
+        self.connection = Connection(server)
         self.connection.connection_made(self)
         if greet:
             self.says(hello(1))
@@ -73,12 +75,15 @@ class Wire(asyncio.Transport):
     close = abort
 
 
-def with_house(**settings: int) -> Callable[[Callable[[House], Awaitable[None]]], Callable[[], None]]:
-    """Run a test in a loop, with a house of these settings."""
+def with_server(**settings: int) -> Callable[[Callable[[StoreServer], Awaitable[None]]], Callable[[], None]]:
+    """Run a test in a loop, with a server of these settings."""
 
-    def decorate(test: Callable[[House], Awaitable[None]]) -> Callable[[], None]:
+    def decorate(test: Callable[[StoreServer], Awaitable[None]]) -> Callable[[], None]:
         async def run() -> None:
-            await test(House(Settings(**settings)))  # type: ignore[arg-type]
+            server = StoreServer(Settings(**settings))  # type: ignore[arg-type]
+            await server.open([])
+            await test(server)
+            await server.close()
 
         def call() -> None:
             asyncio.run(run())
@@ -95,17 +100,21 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-def held(house: House) -> int:
-    return int(house._held)
+def held(server: StoreServer) -> int:
+    return int(server._held)
 
 
-GET = encode(Op.GET, b"/k")
+def engine(server: StoreServer) -> Engine:
+    return server.state.namespaces[0].engine
 
 
-@with_house()
-async def test_who_does_not_read_is_not_read_from(house: House) -> None:
-    wire = Wire(house)
-    house.engine.set(b"/k", b"v" * 100_000)
+GET = encode(Opcode.GET, b"/k")
+
+
+@with_server()
+async def test_who_does_not_read_is_not_read_from(server: StoreServer) -> None:
+    wire = Wire(server)
+    engine(server).put(b"/k", b"v" * 100_000)
     wire.says(GET * 200)
     await settle()
     assert wire.reading_stopped
@@ -115,51 +124,51 @@ async def test_who_does_not_read_is_not_read_from(house: House) -> None:
         await settle()
         answers.append(wire.reads())
     assert b"".join(answers) == (b"\xa0\x86\1\0\0\0\0\0" + b"v" * 100_000) * 200
-    assert not wire.reading_stopped and held(house) == 0
+    assert not wire.reading_stopped and held(server) == 0
 
 
-@with_house()
-async def test_small_answers_that_are_not_read_are_counted_too(house: House) -> None:
-    house.engine.set(b"/k", b"v" * 50_000)
-    wires = [Wire(house) for _ in range(10)]
+@with_server()
+async def test_small_answers_that_are_not_read_are_counted_too(server: StoreServer) -> None:
+    engine(server).put(b"/k", b"v" * 50_000)
+    wires = [Wire(server) for _ in range(10)]
     for wire in wires:
         wire.says(GET)
         wire.says(GET)
         assert wire.reading_stopped
-    assert held(house) == sum(len(wire.pending) for wire in wires) == 10 * 2 * 50_008
+    assert held(server) == sum(len(wire.pending) for wire in wires) == 10 * 2 * 50_008
     for wire in wires:
         wire.reads()
         assert not wire.reading_stopped
-    assert held(house) == 0
+    assert held(server) == 0
 
 
-@with_house(max_memory=40 * MIB)
-async def test_past_the_limit_who_has_held_longest_goes_first(house: House) -> None:
-    house.engine.set(b"/k", b"v" * 7 * MIB)
-    mute = [Wire(house) for _ in range(10)]
+@with_server(max_memory=40 * MIB)
+async def test_past_the_limit_who_has_held_longest_goes_first(server: StoreServer) -> None:
+    engine(server).put(b"/k", b"v" * 7 * MIB)
+    mute = [Wire(server) for _ in range(10)]
     for wire in mute:
         wire.says(GET * 3)
         await settle()
     assert [wire.closing for wire in mute] == [True] * 6 + [False] * 4
-    assert held(house) + house.engine.size <= 40 * MIB
-    healthy = Wire(house)
+    assert held(server) + engine(server).size <= 40 * MIB
+    healthy = Wire(server)
     healthy.says(GET)
     assert not healthy.closing and len(healthy.reads()) == 7 * MIB + 8
     for wire in mute:
         wire.abort()
     await settle()
-    assert held(house) == 0 and not house._holders and len(house._connections) == 1
+    assert held(server) == 0 and not server._holders and len(server._connections) == 1
 
 
-@with_house(max_memory=32 * MIB)
-async def test_half_sent_messages_make_room_for_whole_ones(house: House) -> None:
-    message = encode(Op.SET, b"/k", b"v" * 8 * MIB)
-    half = [Wire(house) for _ in range(6)]
+@with_server(max_memory=32 * MIB)
+async def test_half_sent_messages_make_room_for_whole_ones(server: StoreServer) -> None:
+    message = encode(Opcode.SET, b"/k", b"v" * 8 * MIB)
+    half = [Wire(server) for _ in range(6)]
     for wire in half:
         wire.says(message[: 7 * MIB])
         await settle()
     assert [wire.closing for wire in half] == [True] * 2 + [False] * 4
-    healthy = Wire(house)
+    healthy = Wire(server)
     for at in range(0, len(message), MIB):
         healthy.says(message[at : at + MIB])
     healthy.says(GET)
@@ -167,11 +176,11 @@ async def test_half_sent_messages_make_room_for_whole_ones(house: House) -> None
     assert not healthy.closing and len(healthy.reads()) == 8 * MIB + 8
 
 
-@with_house(max_memory=16 * MIB)
-async def test_a_full_store_can_still_be_read(house: House) -> None:
-    house.engine.set(b"/k", b"v" * 8 * MIB)
-    house.engine.set(b"/rest", b"v" * (house.settings.max_memory - house.engine.size - 130))
-    reader, slow = Wire(house), Wire(house)
+@with_server(max_memory=16 * MIB)
+async def test_a_full_store_can_still_be_read(server: StoreServer) -> None:
+    engine(server).put(b"/k", b"v" * 8 * MIB)
+    engine(server).put(b"/rest", b"v" * (server.settings.max_memory - engine(server).size - 130))
+    reader, slow = Wire(server), Wire(server)
     reader.says(GET)
     slow.says(GET[:-1])
     slow.says(GET[-1:])
@@ -179,34 +188,34 @@ async def test_a_full_store_can_still_be_read(house: House) -> None:
     assert len(reader.reads()) == len(slow.reads()) == 8 * MIB + 8
 
 
-@with_house(max_memory=32 * MIB)
-async def test_a_dropped_connection_holds_nothing_and_is_not_counted_twice(house: House) -> None:
-    house.engine.set(b"/k", b"v" * 8 * MIB)
+@with_server(max_memory=32 * MIB)
+async def test_a_dropped_connection_holds_nothing_and_is_not_counted_twice(server: StoreServer) -> None:
+    engine(server).put(b"/k", b"v" * 8 * MIB)
     for _ in range(50):
-        wire = Wire(house)
+        wire = Wire(server)
         wire.says(GET * 10)
-        assert held(house) == sum(other.connection._held for other in wires_of(house))
+        assert held(server) == sum(other.connection._held for other in wires_of(server))
     await settle()
-    assert held(house) == sum(len(wire.pending) + wire.connection.face.held for wire in open_wires(house))
+    assert held(server) == sum(len(wire.pending) + wire.connection.handler.held for wire in open_wires(server))
 
 
-def wires_of(house: House) -> list[Any]:
-    return [connection._transport for connection in house._connections]
+def wires_of(server: StoreServer) -> list[Any]:
+    return [connection._transport for connection in server._connections]
 
 
-def open_wires(house: House) -> list[Any]:
-    return [wire for wire in wires_of(house) if not wire.closing]
+def open_wires(server: StoreServer) -> list[Any]:
+    return [wire for wire in wires_of(server) if not wire.closing]
 
 
-@with_house()
-async def test_the_page_that_is_not_read_is_counted(house: House) -> None:
-    wire = Wire(house, greet=False)
+@with_server()
+async def test_the_page_that_is_not_read_is_counted(server: StoreServer) -> None:
+    wire = Wire(server, greet=False)
     wire.says(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2000)
     await settle()
     assert wire.reading_stopped
-    assert held(house) > HIGH and len(wire.pending) < 2 * HIGH
+    assert held(server) > HIGH and len(wire.pending) < 2 * HIGH
     answers = wire.reads()
     while wire.reading_stopped:
         await settle()
         answers += wire.reads()
-    assert answers.count(b"</table>") == 2000 and held(house) == 0
+    assert answers.count(b"</table>") == 2000 and held(server) == 0

@@ -18,8 +18,9 @@ import pytest
 from tests.wire import AMPLE_S, Peer, Serving, read_line, script, until, wait_for_end
 
 import rallypoint
-from rallypoint.server import doors
-from rallypoint.server.house import House
+from rallypoint.server import rounds
+from rallypoint.server.doors import TooMany
+from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
 
@@ -214,49 +215,59 @@ def test_doors_go_with_the_server() -> None:
 # Limits
 
 
-def with_house(test: Callable[[House], Awaitable[None]]) -> None:
-    """Run a test in a loop with a house that listens."""
+def with_server(test: Callable[[StoreServer], Awaitable[None]]) -> None:
+    """Run a test in a loop with a server that listens."""
 
     async def run() -> None:
         from rallypoint import net
 
-        house = House(Settings(max_connections=8))
-        await house.open(net.listen(["127.0.0.1"], 0))
+        server = StoreServer(Settings(max_connections=8))
+        await server.open(net.listen(["127.0.0.1"], 0))
         try:
-            await test(house)
+            await test(server)
         finally:
-            await house.close()
+            await server.close()
 
     asyncio.run(run())
 
 
-def test_there_are_only_so_many_doors_and_empty_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doors, "MAX_DOORS", 3)
+def opened(server: StoreServer, name: str, scope: int) -> int:
+    """Return the port of a round, or raise why there is none."""
+    answers: list[int | Exception] = []
+    server.open_round(name, scope, None, answers.append)
+    (answer,) = answers
+    if isinstance(answer, Exception):
+        raise answer
+    return answer
 
-    async def test(house: House) -> None:
+
+def test_there_are_only_so_many_doors_and_empty_ones_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rounds, "MAX_ROUNDS", 3)
+
+    async def test(server: StoreServer) -> None:
         writers = []
         for name in ("a", "b"):
-            _, writer = await asyncio.open_connection("127.0.0.1", house.doors.open(name, 1))
+            _, writer = await asyncio.open_connection("127.0.0.1", opened(server, name, 1))
             writers.append(writer)
-        house.doors.open("empty", 1)
-        while house.doors.connections < 2:
+        opened(server, "empty", 1)
+        while server.in_rounds < 2:
             await asyncio.sleep(0)
-        house.doors.open("c", 1)
-        assert set(house.doors.statistics()) == {"a", "b", "c"}
-        _, writer = await asyncio.open_connection("127.0.0.1", house.doors.open("c", 1))
-        while house.doors.connections < 3:
+        opened(server, "c", 1)
+        assert set(server.rounds.statistics()) == {"a", "b", "c"}
+        _, writer = await asyncio.open_connection("127.0.0.1", opened(server, "c", 1))
+        while server.in_rounds < 3:
             await asyncio.sleep(0)
-        with pytest.raises(doors.TooMany, match="3 doors, somebody is behind each"):
-            house.doors.open("d", 1)
-        assert house.doors.open("a", 2), "another round of one that there is"
+        with pytest.raises(TooMany, match="too many rounds: 3 are open, with connections at each"):
+            opened(server, "d", 1)
+        assert opened(server, "a", 2), "another round of one that there is"
         for one in (*writers, writer):
             one.close()
 
-    with_house(test)
+    with_server(test)
 
 
 def test_too_many_doors_are_told_so_over_http(tmp_path: Path) -> None:
-    few = "import rallypoint.server.doors as doors\ndoors.MAX_DOORS = 1\n"
+    few = "import rallypoint.server.rounds as rounds\nrounds.MAX_ROUNDS = 1\n"
     from tests.wire import SERVE
 
     with script(few + SERVE, json.dumps({"port": 0})) as child:
@@ -265,7 +276,7 @@ def test_too_many_doors_are_told_so_over_http(tmp_path: Path) -> None:
         door = ask(place, "PUT", "/doors/one/1")[1]["port"]
         with Peer((host, door)):
             status, why = ask(place, "PUT", "/doors/other/1")
-            assert status == 503 and "no more are allowed" in why
+            assert status == 503 and "too many rounds: 1 are open" in why
         until(lambda: ask(place, "PUT", "/doors/other/1")[0], lambda status: status == 200)
 
 

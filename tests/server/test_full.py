@@ -15,11 +15,11 @@ from tests.wire import SERVE, Peer, Serving, http, read_line, script, until
 
 import rallypoint
 from rallypoint import aio
-from rallypoint.core.native import PREFACE
-from rallypoint.server import house
-from rallypoint.server.house import House
+from rallypoint.protocol.native import PREFACE
+from rallypoint.server.base import LISTED
 from rallypoint.server.http import ON_THE_PAGE, _page
 from rallypoint.server.process import FILES_KEPT
+from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
 GET = "GET {} HTTP/1.0\r\n\r\n"
@@ -76,7 +76,7 @@ def test_one_session_too_many_is_told_why_and_logged(tmp_path: Path) -> None:
     with Serving(tmp_path, max_sessions=2, grace_s=0.2) as server:
         first, second = (rallypoint.connect(server.url) for _ in range(2))
         second.set("k", "v")
-        why = "refused: it has 2 sessions, and no more are allowed"
+        why = r"refused: too many sessions: 2 is the limit \(serve --max-sessions\)"
         with pytest.raises(rallypoint.ConnectFailed, match=why):
             rallypoint.connect(server.url)
         with pytest.raises(rallypoint.ConnectFailed, match=why):
@@ -111,17 +111,17 @@ class _Caller:
         return {"peer": f"10.0.0.1:{self.number}", "speaks": "<torch>", "waits_for": ["/secret"]}
 
 
-def crowd(count: int) -> House:
-    crowded = House(Settings(max_connections=count))
+def crowd(count: int) -> StoreServer:
+    crowded = StoreServer(Settings(max_connections=count))
     for number in range(count):
         crowded.arrived(_Caller(number))  # type: ignore[arg-type]
     return crowded
 
 
 def test_the_statistics_list_so_many_and_count_the_rest() -> None:
-    facts = crowd(house.LISTED + 5).statistics()
-    assert (len(facts["clients"]), facts["more_clients"]) == (house.LISTED, 5)
-    assert facts["connections"] == house.LISTED + 5
+    facts = crowd(LISTED + 5).statistics()
+    assert (len(facts["clients"]), facts["more_clients"]) == (LISTED, 5)
+    assert facts["connections"] == LISTED + 5
     assert (facts["sessions"], facts["more_sessions"]) == ([], 0)
 
 

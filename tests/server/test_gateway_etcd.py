@@ -19,8 +19,8 @@ from tests.wire import AMPLE_S, Peer, Serving, until
 
 import rallypoint
 from rallypoint import aio
-from rallypoint.core.c10d import Op, encode
-from rallypoint.core.client import Client
+from rallypoint.protocol.c10d import Opcode, encode
+from rallypoint.protocol.client import Client
 from rallypoint.store import wire
 from rallypoint.store.url import parse_url
 
@@ -73,7 +73,7 @@ def test_two_gateways_are_one_store(gateways: tuple[Serving, Serving]) -> None:
         assert (writer.add(b"/n", 2), reader.add(b"/n", 3), ours.add("n", 4)) == (2, 5, 9)
         ours.queue_push("q", "item")
         assert writer.pop(b"/q") == b"item" and reader.pop(b"/q") is None
-        writer.send(encode(Op.BARRIER, b"/bar", 2))
+        writer.send(encode(Opcode.BARRIER, b"/bar", 2))
         ours.barrier("bar", 2)
         assert writer.read(1) == b"\0"
 
@@ -83,11 +83,11 @@ def test_order_is_kept_though_writes_go_together(gateways: tuple[Serving, Servin
     one, other = gateways
     count = 400
     with one.peer() as writer, other.peer() as reader:
-        writer.send(b"".join(encode(Op.SET, b"/order/%d" % n, b"%d" % n) for n in range(count)))
-        writer.send(encode(Op.SET, b"/order/done", b""))
+        writer.send(b"".join(encode(Opcode.SET, b"/order/%d" % n, b"%d" % n) for n in range(count)))
+        writer.send(encode(Opcode.SET, b"/order/done", b""))
         reader.wait(b"/order/done")
         assert reader.read(1) == b"\0"
-        reader.send(encode(Op.MULTI_GET, count, *(b"/order/%d" % n for n in range(count))))
+        reader.send(encode(Opcode.MULTI_GET, count, *(b"/order/%d" % n for n in range(count))))
         assert [reader.string() for _ in range(count)] == [b"%d" % n for n in range(count)]
 
 
@@ -302,7 +302,7 @@ def test_while_etcd_is_silent_the_gateway_lives_and_says_so(tmp_path: Path) -> N
     ):
         store.set("k", "v")
         cluster.stop(0)
-        peer.send(encode(Op.GET, b"/k"))
+        peer.send(encode(Opcode.GET, b"/k"))
         with pytest.raises(rallypoint.NoQuorum):
             store.add("n", 1)
         assert peer.rest() == b""

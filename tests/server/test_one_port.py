@@ -10,9 +10,10 @@ import pytest
 from tests.wire import AMPLE_S, Serving
 from tests.wire import http as ask
 
-from rallypoint.core.c10d import Op, encode, hello
-from rallypoint.server.house import COMPLAINTS_KEPT, House
-from rallypoint.server.http import MAX_HEAD_BYTES, WebFace
+from rallypoint.protocol.c10d import Opcode, encode, hello
+from rallypoint.server.base import COMPLAINTS_KEPT
+from rallypoint.server.http import MAX_HEAD_BYTES, HttpHandler
+from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
 GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
@@ -136,7 +137,7 @@ def test_a_head_that_never_ends_is_cut(server: Serving) -> None:
 
 
 class _Wire:
-    """A connection as `WebFace` knows it."""
+    """A connection as `HttpHandler` knows it."""
 
     def __init__(self) -> None:
         self.sent = b""
@@ -152,9 +153,9 @@ class _Wire:
         return "10.0.0.1:1"
 
 
-def face() -> tuple[WebFace, _Wire]:
+def face() -> tuple[HttpHandler, _Wire]:
     wire = _Wire()
-    return WebFace(House(Settings()), wire), wire  # type: ignore[arg-type]
+    return HttpHandler(StoreServer(Settings()), wire), wire  # type: ignore[arg-type]
 
 
 def test_a_head_is_counted_and_limited() -> None:
@@ -202,12 +203,12 @@ def test_strangers_are_dropped_and_told_of_once_for_each_address(tmp_path: Path)
 
 
 def test_the_log_does_not_grow_with_the_number_of_attackers(caplog: pytest.LogCaptureFixture) -> None:
-    house = House(Settings())
+    server = StoreServer(Settings())
     for number in range(COMPLAINTS_KEPT + 50):
         wire = _Wire()
         wire.who = lambda number=number: f"2001:db8::{number:x}:1"  # type: ignore[misc]
-        house.complain(wire, "nonsense")  # type: ignore[arg-type]
-        house.complain(wire, "nonsense")  # type: ignore[arg-type]
+        server.complain(wire, "nonsense")  # type: ignore[arg-type]
+        server.complain(wire, "nonsense")  # type: ignore[arg-type]
     assert len(caplog.records) == COMPLAINTS_KEPT
 
 
@@ -237,7 +238,7 @@ def test_a_greeting_may_be_cut_anywhere(server: Serving) -> None:
 
 
 def test_a_wrong_greeting_ends_the_connection(server: Serving) -> None:
-    for first in (encode(Op.VALIDATE, 1), b"\0\0\0\0\0\0\0\0", hello(1) + encode(Op.VALIDATE, 0x3C85F7CE)):
+    for first in (encode(Opcode.VALIDATE, 1), b"\0\0\0\0\0\0\0\0", hello(1) + encode(Opcode.VALIDATE, 0x3C85F7CE)):
         with server.peer(greet=False) as peer:
             peer.send(first)
             assert peer.rest() in (b"", b"\1\0\0\0")

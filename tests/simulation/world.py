@@ -123,7 +123,8 @@ class World:
         """How much time one step takes at most: the more processes there are, the less."""
 
     def new_session(self, process: Process) -> str:
-        session = f"s{len(self.by_session)}"
+        """Return the name of a new session: the number that a server gives it, if it opens all in this order."""
+        session = str(len(self.by_session) + 1)
         self.by_session[session] = process
         return session
 

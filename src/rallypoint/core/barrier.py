@@ -98,6 +98,9 @@ class Barrier(Machine, kw_only=True):
     kind = "barrier"
 
     members: int | list[str] = 0
+    size: int = 0
+    """How many members that are, each counted once."""
+
     calls: dict[str, Call] = field(default_factory=dict)
     arrived: dict[str, int] = field(default_factory=dict)
     """By how many calls each member is here: one, as a rule."""
@@ -134,11 +137,13 @@ class Barrier(Machine, kw_only=True):
         refusal = self._refuse(call, command)
         if refusal is not None:
             return Step(refusal)
-        self.members, self.last = command.members, command.last
+        if not self.calls:
+            self.members, self.last = command.members, command.last
+            self.size = command.members if isinstance(command.members, int) else len(dict.fromkeys(command.members))
         self.calls[call_id] = call
         self.arrived[call.member] = self.arrived.get(call.member, 0) + 1
         self.withdrawn.pop(call.member, None)
-        if len(self.arrived) < (self.members if isinstance(self.members, int) else len(set(self.members))):
+        if len(self.arrived) < self.size:
             return Step(WAIT, True)
         return self._open(call)
 

@@ -25,7 +25,7 @@ class Doubts:
     """Which sessions have lost their connection, and the calls that wait for their end or their return."""
 
     def __init__(self) -> None:
-        self._away: set[str] = set()
+        self._away: dict[str, None] = {}
         self._calls: dict[Any, Refused] = {}
 
     def __iter__(self) -> Iterator[Any]:
@@ -34,18 +34,18 @@ class Doubts:
 
     def away(self, session: str) -> None:
         """Note that a session has lost its connection."""
-        self._away.add(session)
+        self._away[session] = None
 
     def over(self, session: str) -> None:
         """Note that a session has a connection again, or has ended."""
-        self._away.discard(session)
+        self._away.pop(session, None)
 
     def of(self, held: Any, outcome: Outcome, machine: Machine) -> bool:
         """Say whether a call has to wait, because what it is refused for is in doubt; remember it."""
         self._calls.pop(held, None)
         if not self._away or not isinstance(outcome, Refused) or outcome.error not in BECAUSE_OF_OTHERS:
             return False
-        if self._away.isdisjoint(machine.sessions()):
+        if machine.sessions().isdisjoint(self._away):
             return False
         self._calls[held] = outcome
         return True

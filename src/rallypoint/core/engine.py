@@ -1,149 +1,156 @@
-"""The key-value engine: all store semantics, once, as plain calls on plain data.
+"""The key-value engine: all store semantics, once, as operations on plain data.
 
-Its methods are the operations. A call that can answer returns the answer. A call that must wait returns a `Waiter`,
-and its answer comes out of `take()` later, as a pair (waiter, answer), in the order in which things came true.
-Watch events come out of the same list as pairs (watch, event), so a host sees one ordered stream of what to
-deliver and drains it after every call or batch of calls. There is no clock: `tick(now)` ends the waits whose
-deadline has passed. There is no I/O: HashStore is this behind a lock, the server this behind sockets, FileStore this
-replayed from a log.
+`execute(op, owner)` carries out an operation of `core/ops.py` and returns its answer. An operation that must wait
+returns a `Waiter`, and its answer comes out of `take()` later, as a pair (waiter, answer), in the order in which things
+came true. Watch events come out of the same list as pairs (watch, event), so a host sees one ordered stream of what to
+deliver and drains it after every operation. There is no clock: a host that sees a deadline pass calls `expire(waiter)`.
+There is no I/O: HashStore is this behind a lock, the server this behind sockets and a log, FileStore this replayed
+from a file.
 
 Rules
-- Keys and values are bytes. Queues are a namespace of their own; a queue exists while it holds an item. `check`
-  and `wait` accept a queue where they look for a key; `get` wants the key itself.
+- Keys and values are bytes. Queues are a namespace of their own; a queue exists while it holds an item. `Check`
+  and `Wait` accept a queue where they look for a key; `Get` wants the key itself.
 - A wait ends only when what it waits for is true at that moment: a key deleted meanwhile counts as missing again.
-- Waiters on one key are served in the order they came.
 - An `owner` is whoever a host says it is (a connection, a session). Keys may be bound to one (a lease); any later
   write without an owner unbinds them. `end(owner)` drops its waits, watches and turns, and deletes its leased keys.
-- `size` counts every byte held, waiting requests included; a write past `max_bytes` is refused before anything changes.
+- `size` counts every byte of the state; a write past `max_bytes` is refused before anything changes. Reads that wait
+  are no part of the state: a log does not have them, so `parked` counts them apart.
+- No operation costs more than what it names or returns: a wait is registered under one missing key, prefixes are
+  looked up in an ordered index, watches by the lengths of their prefixes, and `DeletePrefix` deletes `slice_keys` at a
+  time: the rest is a `Waiter` for which the host calls `go_on()`.
 
 A *turn* is for PyTorch's clients, which pop in two steps (wait for the queue, then pop): of many that wait, one is told
 per item, and nobody else is told of that item until it has popped, moved on, ended, or sat still for two sweeps.
 
 Rejected: callbacks instead of `take()`. They run inside the operation, where a second write would see half a change.
+Rejected: to register a wait under all of its keys. 100,000 keys took 60 ms, and most of them were there already.
 """
 
 from __future__ import annotations
 
-import heapq
 import re
-from collections import deque
-from collections.abc import Hashable, Iterable, Sequence
-from itertools import count
+from bisect import insort
+from collections import Counter, deque
+from collections.abc import Callable, Hashable, Sequence
+from itertools import chain
+from typing import Any
 
-from rallypoint.core.records import Answer, Event, Statistics, Swap, TimedOut, Turn, Waiter, Want, Watch, show
-from rallypoint.errors import NotAnInteger, StoreFull
+from rallypoint.core import ops
+from rallypoint.core.key_index import KeyIndex
+from rallypoint.core.records import Answer, Drawn, Event, Statistics, Swap, TimedOut, Turn, Waiter, Want, Watch, show
+from rallypoint.errors import LimitExceeded, NotAnInteger, StoreFull
 
-__all__ = ["Engine", "number_in"]
+__all__ = ["ENTRY_BYTES", "EXECUTE", "Engine", "number_in"]
 
 ENTRY_BYTES = 120
 """What a key, a queue item or a waited-for key costs beside its own bytes; near enough for a limit."""
 
 _INT64 = 1 << 63
-_UNLIMITED = _INT64
-_NEVER = float("inf")
+UNLIMITED = _INT64
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
+
+Handle = Waiter | Watch | Turn
+"""What an owner can hold."""
 
 
 class Engine:
     """A linearizable map from keys to bytes, with queues, counters, leases, watches and waits."""
 
-    def __init__(self, max_bytes: int = _UNLIMITED) -> None:
+    def __init__(
+        self, max_bytes: int = UNLIMITED, max_value_bytes: int = UNLIMITED, slice_keys: int = UNLIMITED
+    ) -> None:
         self.max_bytes = max_bytes
+        self.max_value_bytes = max_value_bytes
+        """How far `Append` may grow a value."""
+
+        self.slice_keys = slice_keys
         self.size = 0
+        self.parked = 0
         self.revision = 0
-        self.earliest = _NEVER
-        """When the first wait ends by its deadline: `tick` has to be called then."""
+        self.outbox: list[tuple[Waiter | Watch, Answer]] = []
+        self.clearing: dict[Waiter, None] = {}
+        """Deletions under way, the first first: `go_on` has to be called."""
 
         self._values: dict[bytes, bytes] = {}
+        self._index = KeyIndex()
         self._queues: dict[bytes, deque[bytes]] = {}
+        self._queue_index = KeyIndex()
         self._waiting: dict[bytes, dict[Waiter, None]] = {}
         self._gates: dict[bytes, dict[int, dict[Waiter, None]]] = {}
         self._turns: dict[bytes, dict[Turn, None]] = {}
         self._watches: dict[bytes, dict[Watch, None]] = {}
+        self._watched_lengths: Counter[int] = Counter()  # how many watched prefixes are how long
+        self._watch_lengths: list[int] = []  # the same lengths, in order
         self._lessee: dict[bytes, Hashable] = {}
         self._leased: dict[Hashable, dict[bytes, None]] = {}
-        self._held: dict[Hashable, dict[Waiter | Watch | Turn, None]] = {}
-        self._deadlines: list[tuple[float, int, Waiter]] = []
-        self._timed = 0
-        self._arrivals = count()
-        self.outbox: list[tuple[Waiter | Watch, Answer]] = []
+        self._held: dict[Hashable, dict[Handle, None]] = {}
+
+    def execute(self, op: ops.Op, owner: Hashable = None) -> Any:
+        """Carry out an operation; return its answer, or a `Waiter` if that comes later.
+
+        Raises StoreFull, NotAnInteger or LimitExceeded, and has then changed nothing.
+        """
+        return EXECUTE[op.__class__](self, op, owner)
+
+    def missing(self, waiter: Waiter) -> tuple[bytes, ...]:
+        """Return the keys that a wait still misses, each once."""
+        if waiter.want is Want.KEYS:
+            return tuple(key for key in dict.fromkeys(waiter.keys) if not self.exists(key))
+        if waiter.want is Want.VALUES:
+            return tuple(key for key in dict.fromkeys(waiter.keys) if key not in self._values)
+        return () if waiter.want is Want.CALL else tuple(waiter.keys)
+
+    def exists(self, key: bytes) -> bool:
+        """Return whether there is a key or a queue of that name."""
+        return key in self._values or key in self._queues
+
+    def holds(self, key: bytes) -> bool:
+        """Return whether there is a key of that name."""
+        return key in self._values
 
     # Keys
 
-    def set(self, key: bytes, value: bytes, owner: Hashable = None) -> None:
-        """Write a value; with an owner the key is leased and vanishes when the owner ends."""
-        self._put(key, value, owner)
+    def put(self, key: bytes, value: bytes, owner: Hashable = None) -> None:
+        """Write a value; with an owner the key is leased, and vanishes when the owner ends."""
+        old = self._values.get(key)
+        size = self.size + len(value) - len(old) if old is not None else self.size + len(key) + len(value) + ENTRY_BYTES
+        if size > self.max_bytes and size > self.size:
+            raise StoreFull(key=show(key), size=size, limit=self.max_bytes)
+        self.size = size
+        if old is None:
+            self._index.add(key)
+        self._values[key] = value
+        if owner is None and not (self._waiting or self._gates or self._watches or self._lessee):
+            self.revision += 1  # nobody looks: nothing else can have changed
+        else:
+            self._changed(key, value, owner)
 
-    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
+    def put_all(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         """Write all pairs as one change: either every one is written, or the store is full and none is."""
         changes = dict(pairs)
         grown = 0
+        new = []
         for key, value in changes.items():
             old = self._values.get(key)
-            grown += len(value) - len(old) if old is not None else len(key) + len(value) + ENTRY_BYTES
+            if old is None:
+                grown += len(key) + len(value) + ENTRY_BYTES
+                new.append(key)
+            else:
+                grown += len(value) - len(old)
         if changes:
             self._grow(pairs[0][0], grown)
+        for key in new:
+            self._index.add(key)
         self._values.update(changes)
         for key, value in changes.items():
             self._changed(key, value, None)
 
-    def get(self, key: bytes) -> bytes | None:
-        """Return a value, or None where there is no such key."""
-        return self._values.get(key)
-
-    def multi_get(self, keys: Iterable[bytes]) -> list[bytes | None]:
-        """Return the values of keys, None where there is no such key."""
-        get = self._values.get
-        return [get(key) for key in keys]
-
-    def add(self, key: bytes, amount: int) -> int:
-        """Add to a decimal counter (a missing key counts as 0) and return its new value, wrapped to 64 bits."""
-        value = self._values.get(key)
-        if value is None:
-            total = amount
-        elif len(value) < 19 and value.isdigit():
-            total = int(value) + amount
-            text = b"%d" % total
-            if len(text) == len(value) and not (self._waiting or self._gates or self._watches or self._lessee):
-                self._values[key] = text  # the common case, and the busiest: what `_put` would come to
-                self.revision += 1
-                return total
-        else:
-            total = number_in(key, value) + amount
-        if not -_INT64 <= total < _INT64:
-            total = (total + _INT64) % (2 * _INT64) - _INT64
-        self._put(key, b"%d" % total)
-        return total
-
-    def append(self, key: bytes, value: bytes) -> None:
-        """Add bytes to the end of a value; a missing key counts as empty."""
-        old = self._values.get(key)
-        self._put(key, value if old is None else old + value)
-
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        """Do as PyTorch does: an empty expectation may create; on a missing key any other is returned."""
-        current = self._values.get(key)
-        if current is None:
-            if expected:
-                return expected
-        elif current != expected:
-            return current
-        self._put(key, desired)
-        return desired
-
-    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
-        """Write if the value is the expected one (None: if there is no such key); say whether it was."""
-        current = self._values.get(key)
-        if current != expected:
-            return Swap(False, current)
-        self._put(key, desired)
-        return Swap(True, desired)
-
-    def delete(self, key: bytes) -> bool:
-        """Delete a key, and say whether it was there. Queues are not touched."""
+    def remove(self, key: bytes) -> bool:
+        """Delete a key, and return whether it was there. Queues are not touched."""
         value = self._values.pop(key, None)
         if value is None:
             return False
+        self._index.discard(key)
         self.size -= len(key) + len(value) + ENTRY_BYTES
         self.revision += 1
         if key in self._lessee:
@@ -152,39 +159,107 @@ class Engine:
             self._publish(key, None)
         for waiter in [waiter for gate in self._gates.get(key, {}).values() for waiter in gate]:
             waiter.arrived = False  # whoever comes next counts from zero
-        self._vanished(key)
         return True
 
-    def delete_prefix(self, prefix: bytes) -> int:
-        """Delete every key and queue whose name starts with a prefix, and return how many there were."""
-        keys = self.list_keys(prefix)
-        queues = [key for key in self._queues if key.startswith(prefix)]
-        for key in keys:
-            self.delete(key)
-        for key in queues:
-            self.size -= sum(len(key) + len(item) + ENTRY_BYTES for item in self._queues.pop(key))
-            self.revision += 1
-            self._vanished(key)
-        return len(keys) + len(queues)
+    def _set(self, op: ops.Set, owner: Hashable) -> None:
+        self.put(op.key, op.value)
 
-    def check(self, keys: Iterable[bytes]) -> bool:
-        """Say whether every one of the keys exists now, as a key or as a queue."""
-        for key in keys:  # noqa: SIM110 - a generator costs more than the look-up
-            if key not in self._values and key not in self._queues:
+    def _lease(self, op: ops.Lease, owner: Hashable) -> None:
+        self.put(op.key, op.value, owner)
+
+    def _multi_set(self, op: ops.MultiSet, owner: Hashable) -> None:
+        self.put_all(op.pairs)
+
+    def _add(self, op: ops.Add, owner: Hashable) -> int:
+        """Add to a decimal counter (a missing key counts as 0) and return its new value, wrapped to 64 bits."""
+        key = op.key
+        value = self._values.get(key)
+        if value is None:
+            total = op.amount
+        elif len(value) < 19 and value.isdigit():
+            total = int(value) + op.amount
+            text = b"%d" % total
+            if len(text) == len(value) and not (self._waiting or self._gates or self._watches or self._lessee):
+                self._values[key] = text  # the common case, and the busiest: what `put` would come to
+                self.revision += 1
+                return total
+        else:
+            total = number_in(key, value) + op.amount
+        return self._count_up(key, total)
+
+    def _count_up(self, key: bytes, total: int) -> int:
+        if not -_INT64 <= total < _INT64:
+            total = (total + _INT64) % (2 * _INT64) - _INT64
+        self.put(key, b"%d" % total)
+        return total
+
+    def _append(self, op: ops.Append, owner: Hashable) -> None:
+        key, value = op.key, op.value
+        old = self._values.get(key)
+        if old is not None:
+            if len(old) + len(value) > self.max_value_bytes:  # nobody could read it
+                size = len(old) + len(value)
+                raise LimitExceeded(what="value", key=show(key), size=size, limit=self.max_value_bytes)
+            value = old + value
+        self.put(key, value)
+
+    def _compare_set(self, op: ops.CompareSet, owner: Hashable) -> bytes:
+        current = self._values.get(op.key)
+        if current is None:
+            if op.expected:
+                return op.expected
+        elif current != op.expected:
+            return current
+        self.put(op.key, op.desired)
+        return op.desired
+
+    def _swap(self, op: ops.Swap, owner: Hashable) -> Swap:
+        current = self._values.get(op.key)
+        if current != op.expected:
+            return Swap(False, current)
+        self.put(op.key, op.desired)
+        return Swap(True, op.desired)
+
+    def _delete(self, op: ops.Delete, owner: Hashable) -> bool:
+        return self.remove(op.key)
+
+    def _unlease(self, op: ops.Unlease, owner: Hashable) -> bool:
+        return self.unlease(op.key, owner)
+
+    def unlease(self, key: bytes, owner: Hashable) -> bool:
+        """Delete a key if it is still leased by this owner; return whether it was."""
+        return self._lessee.get(key) == owner and self.remove(key)
+
+    def leases(self, owner: Hashable) -> list[bytes]:
+        """List the keys that an owner leases."""
+        return list(self._leased.get(owner, ()))
+
+    def _check(self, op: ops.Check, owner: Hashable) -> bool:
+        values, queues = self._values, self._queues
+        for key in op.keys:  # noqa: SIM110 - a generator costs more than the look-up
+            if key not in values and key not in queues:
                 return False
         return True
 
-    def num_keys(self, prefix: bytes = b"") -> int:
-        """Count the keys that start with a prefix."""
-        return len(self.list_keys(prefix)) if prefix else len(self._values)
+    def _count(self, op: ops.Count, owner: Hashable) -> int:
+        return self._index.count(op.prefix) if op.prefix else len(self._values)
 
-    def list_keys(self, prefix: bytes = b"") -> list[bytes]:
-        """List the keys that start with a prefix, oldest first."""
-        return [key for key in self._values if key.startswith(prefix)] if prefix else list(self._values)
+    def _list(self, op: ops.List, owner: Hashable) -> list[bytes]:
+        return self._index.keys(op.prefix)
+
+    def _peek(self, op: ops.Peek, owner: Hashable) -> bytes | None:
+        return self._values.get(op.key)
+
+    def _multi_peek(self, op: ops.MultiPeek, owner: Hashable) -> list[bytes | None]:
+        get = self._values.get
+        return [get(key) for key in op.keys]
+
+    def _ping(self, op: ops.Ping, owner: Hashable) -> None:
+        return None
 
     # Queues
 
-    def queue_push(self, key: bytes, value: bytes, front: bool = False) -> None:
+    def push(self, key: bytes, value: bytes, front: bool = False) -> None:
         """Put an item at the end of a queue, or back at its front when its taker could not be reached."""
         size = len(key) + len(value) + ENTRY_BYTES
         if front:
@@ -195,6 +270,7 @@ class Engine:
         queue = self._queues.get(key)
         if queue is None:
             queue = self._queues[key] = deque()
+            self._queue_index.add(key)
         if front:
             queue.appendleft(value)
         else:
@@ -202,7 +278,7 @@ class Engine:
         if key in self._waiting:
             self._wake(key)
 
-    def queue_pop(self, key: bytes) -> bytes | None:
+    def pop(self, key: bytes) -> bytes | None:
         """Take the first item of a queue, or return None where it is empty."""
         queue = self._queues.get(key)
         if queue is None:
@@ -212,83 +288,152 @@ class Engine:
         self.revision += 1
         if not queue:
             del self._queues[key]
-            self._vanished(key)
+            self._queue_index.discard(key)
         return item
 
-    def queue_len(self, key: bytes) -> int:
-        """Count the items of a queue."""
-        queue = self._queues.get(key)
+    def _push(self, op: ops.Push, owner: Hashable) -> None:
+        self.push(op.key, op.value)
+
+    def _pop(self, op: ops.Pop, owner: Hashable) -> bytes | None:
+        return self.pop(op.key)
+
+    def _queue_len(self, op: ops.QueueLen, owner: Hashable) -> int:
+        queue = self._queues.get(op.key)
         return 0 if queue is None else len(queue)
 
-    # Calls that may wait
+    def _draw(self, op: ops.Draw, owner: Hashable) -> Drawn:
+        queue = self._queues.get(op.key)
+        return Drawn(0 if queue is None else len(queue), self.pop(op.key))
 
-    def wait(
-        self, keys: Sequence[bytes], owner: Hashable, deadline: float | None = None, tag: object = None
-    ) -> Waiter | None:
-        """Wait until all the keys exist at once; None means that they do."""
-        missing = [key for key in keys if key not in self._values and key not in self._queues]
-        if not missing:
+    # Operations that may wait
+
+    def _get(self, op: ops.Get, owner: Hashable) -> Any:
+        value = self._values.get(op.key)
+        if value is not None:
+            return (value,)
+        return self._wait(Waiter(Want.VALUES, (op.key,), owner, op.number), op.timeout_s)
+
+    def _multi_get(self, op: ops.MultiGet, owner: Hashable) -> Any:
+        values, keys = self._values, op.keys
+        for at, key in enumerate(keys):
+            if key not in values:
+                return self._wait(Waiter(Want.VALUES, keys, owner, op.number, at), op.timeout_s)
+        return [values[key] for key in keys]
+
+    def _await_keys(self, op: ops.Wait, owner: Hashable) -> Any:
+        values, queues, keys = self._values, self._queues, op.keys
+        for at, key in enumerate(keys):
+            if key not in values and key not in queues:
+                return self._wait(Waiter(Want.KEYS, keys, owner, op.number, at), op.timeout_s)
+        return None
+
+    def _take(self, op: ops.Take, owner: Hashable) -> Any:
+        if self._spare(op.key):
+            return self.pop(op.key)
+        return self._wait(Waiter(Want.ITEM, (op.key,), owner, op.number), op.timeout_s)
+
+    def _await_turn(self, op: ops.Await, owner: Hashable) -> Waiter | Turn | None:
+        if op.key in self._values:
             return None
-        return self._park(Waiter(Want.KEYS, keys, missing, owner, deadline, tag))
+        if self._spare(op.key):
+            return self._give_turn(op.key, owner, op.number)
+        return self._park(Waiter(Want.TURN, (op.key,), owner, op.number))
 
-    def wait_values(
-        self, keys: Sequence[bytes], owner: Hashable, deadline: float | None = None, tag: object = None
-    ) -> Waiter | list[bytes]:
-        """Wait until all the keys exist at once, and answer with their values of that moment."""
-        missing = [key for key in keys if key not in self._values]
-        if not missing:
-            return [self._values[key] for key in keys]
-        return self._park(Waiter(Want.VALUES, keys, missing, owner, deadline, tag))
+    def _arrive(self, op: ops.Arrive, owner: Hashable) -> Any:
+        waiter = self.arrive(op.key, op.size, owner, op.number)
+        return None if waiter is None else self._at_once(waiter, op.timeout_s)
 
-    def wait_item(
-        self, key: bytes, owner: Hashable, deadline: float | None = None, tag: object = None
-    ) -> Waiter | bytes:
-        """Wait in line for an item of a queue, and take it."""
-        if self._spare(key):
-            item = self.queue_pop(key)
-            assert item is not None
-            return item
-        return self._park(Waiter(Want.ITEM, (key,), (key,), owner, deadline, tag))
-
-    def wait_turn(self, key: bytes, owner: Hashable, tag: object = None) -> Waiter | Turn | None:
-        """Wait until a key exists (None), or in line for the right to pop an item of that queue (a `Turn`)."""
-        if key in self._values:
-            return None
-        if self._spare(key):
-            return self._give_turn(key, owner)
-        return self._park(Waiter(Want.TURN, (key,), (key,), owner, None, tag))
-
-    def barrier(
-        self, key: bytes, size: int, owner: Hashable, deadline: float | None = None, tag: object = None
-    ) -> Waiter | None:
+    def arrive(self, key: bytes, size: int, owner: Hashable, number: int) -> Waiter | None:
         """Count one arrival on an ordinary key and wait until it has reached `size`; None means that it has.
 
         An arrival that gives up, by its deadline or by `drop`, is taken back. One that was let through never is.
         """
-        if self._count(key) + 1 < size:  # one that finds no room to wait has not arrived
+        here = self._count_of(key)
+        if here + 1 < size:  # one that finds no room to wait has not arrived
             room = (len(key) + ENTRY_BYTES) * (1 if key in self._values else 2) + 1
             self._grow(key, room)
             self.size -= room
-        if self.add(key, 1) >= size:
+        if self._add(ops.Add(0, key, 1), None) >= size:
             return None
-        return self._park(Waiter(Want.COUNT, (key,), (key,), owner, deadline, tag, size))
+        waiter = Waiter(Want.COUNT, (key,), owner, number)
+        waiter.need, waiter.arrived = size, True
+        return self._park(waiter)
 
-    def watch(self, prefix: bytes, owner: Hashable, tag: object = None) -> Watch:
+    def watch(self, prefix: bytes, owner: Hashable, number: int) -> Watch:
         """Deliver every change of a key that starts with the prefix, from now on, until dropped."""
         self._grow(prefix, len(prefix) + ENTRY_BYTES)
-        watch = Watch(prefix, owner, tag)
-        self._watches.setdefault(prefix, {})[watch] = None
-        self._hold(watch)
+        watch = Watch(prefix, owner, number)
+        self._register_watch(watch)
         return watch
+
+    def _register_watch(self, watch: Watch) -> None:
+        prefix = watch.prefix
+        if prefix not in self._watches:
+            self._watches[prefix] = {}
+            self.count_watched(len(prefix))
+        self._watches[prefix][watch] = None
+        self._hold(watch)
+
+    def count_watched(self, length: int) -> None:
+        """Count one more watched prefix of a length."""
+        if length not in self._watched_lengths:
+            insort(self._watch_lengths, length)
+        self._watched_lengths[length] += 1
+
+    def _wait(self, waiter: Waiter, timeout_s: float) -> Waiter | TimedOut:
+        """Let a wait without effects begin, unless it has no time."""
+        return self._park(waiter) if timeout_s > 0 else TimedOut(self.missing(waiter))
+
+    def _at_once(self, waiter: Waiter, timeout_s: float) -> Waiter | TimedOut:
+        """Take back a wait that has begun if it has no time."""
+        return waiter if timeout_s > 0 else self.expire(waiter) or TimedOut(())
+
+    # Deleting by prefix
+
+    def _delete_prefix(self, op: ops.DeletePrefix, owner: Hashable) -> Any:
+        waiter = Waiter(Want.CLEARED, (op.prefix,), owner, op.number)
+        if self._clear_slice(waiter):
+            return waiter.done
+        self.clearing[waiter] = None
+        return self._park(waiter)
+
+    def go_on(self) -> None:
+        """Delete another slice for the first `DeletePrefix` under way."""
+        waiter = next(iter(self.clearing), None)
+        if waiter is not None and self._clear_slice(waiter):
+            del self.clearing[waiter]
+            self._answer(waiter, waiter.done)
+
+    def _clear_slice(self, waiter: Waiter) -> bool:
+        """Delete some keys and queues of a prefix; return whether none are left."""
+        prefix, room = waiter.keys[0], self.slice_keys
+        keys = self._index.first(prefix, room)
+        for key in keys:
+            self.remove(key)
+        room -= len(keys)
+        for key in self._queue_index.first(prefix, room):
+            if room <= 0:
+                break
+            queue = self._queues[key]
+            while queue and room > 0:
+                self.size -= len(key) + len(queue.popleft()) + ENTRY_BYTES
+                room -= 1
+            if not queue:
+                del self._queues[key]
+                self._queue_index.discard(key)
+                self.revision += 1
+                waiter.done += 1
+        waiter.done += len(keys)
+        return room > 0
 
     # For the shared objects of `core/objects.py`
 
-    def park_call(self, name: bytes, owner: Hashable, deadline: float | None, tag: object) -> Waiter:
-        """Let a call on a shared object wait."""
-        return self._park(Waiter(Want.CALL, (name,), (), owner, deadline, tag))
+    def park_call(self, name: bytes, owner: Hashable, number: int) -> Waiter:
+        """Let a call on a shared object wait; there was room for it when the call was made (`charge`)."""
+        return self._park(Waiter(Want.CALL, (name,), owner, number))
 
     def answer_call(self, waiter: Waiter, answer: Answer) -> bool:
-        """Answer a call that waits, unless it was given up or its time is over; say whether that was done."""
+        """Answer a call that waits, unless it was given up or its time is over; return whether that was done."""
         if not self._release(waiter):
             return False
         self._unpark(waiter)
@@ -307,31 +452,25 @@ class Engine:
         out, self.outbox = self.outbox, []
         return out
 
-    def tick(self, now: float) -> float | None:
-        """Answer the waits whose deadline has passed with what they miss; return the next deadline."""
-        deadlines = self._deadlines
-        while deadlines and (deadlines[0][0] <= now or deadlines[0][2].deadline is None):
-            waiter = heapq.heappop(deadlines)[2]
-            if waiter.deadline is not None:
-                missing = tuple(waiter.missing)
-                self.drop(waiter)
-                self.outbox.append((waiter, TimedOut(missing)))
-        self.earliest = deadlines[0][0] if deadlines else _NEVER
-        return deadlines[0][0] if deadlines else None
+    def expire(self, waiter: Waiter) -> TimedOut | None:
+        """End a wait whose time is over; return what it missed, or None if it was over already."""
+        mine = self._held.get(waiter.owner)
+        if mine is None or waiter not in mine:
+            return None
+        missing = self.missing(waiter)
+        self.drop(waiter)
+        return TimedOut(missing)
 
-    def drop(self, held: Waiter | Watch | Turn) -> None:
+    def drop(self, held: Handle) -> None:
         """Forget a wait, a watch or a turn; harmless when it is over already."""
         if not self._release(held):
             return
         if isinstance(held, Waiter):
             self._unpark(held)
-            if held.arrived:
-                self._withdraw(held.keys[0])
+            if held.arrived and self._count_of(held.keys[0]) > 0:
+                self._add(ops.Add(0, held.keys[0], -1), None)
         elif isinstance(held, Watch):
-            self.size -= len(held.prefix) + ENTRY_BYTES
-            self._watches[held.prefix].pop(held)
-            if not self._watches[held.prefix]:
-                del self._watches[held.prefix]
+            self._forget_watch(held)
         else:
             self._turns[held.key].pop(held)
             if not self._turns[held.key]:
@@ -339,28 +478,31 @@ class Engine:
             if held.key in self._waiting:
                 self._wake(held.key)
 
-    def sweep_turns(self) -> bool:
-        """Take back the turns that were already there at the last sweep; say whether any are left."""
-        for turn in [turn for turns in self._turns.values() for turn in turns]:
-            if turn.aged:
-                self.drop(turn)
+    def _forget_watch(self, watch: Watch) -> None:
+        prefix = watch.prefix
+        self.size -= len(prefix) + ENTRY_BYTES
+        self._watches[prefix].pop(watch)
+        if not self._watches[prefix]:
+            del self._watches[prefix]
+            self._watched_lengths[len(prefix)] -= 1
+            if not self._watched_lengths[len(prefix)]:
+                del self._watched_lengths[len(prefix)]
+                self._watch_lengths.remove(len(prefix))
+
+    def idle_turns(self) -> list[Turn]:
+        """Return the turns that were already there at the last call, which nobody seems to use."""
+        turns = [turn for turns in self._turns.values() for turn in turns]
+        idle = [turn for turn in turns if turn.aged]
+        for turn in turns:
             turn.aged = True
-        return bool(self._turns)
-
-    def unlease(self, key: bytes, owner: Hashable) -> bool:
-        """Delete a key if it is still leased by this owner; say whether it was."""
-        return self._lessee.get(key) == owner and self.delete(key)
-
-    def leases(self, owner: Hashable) -> list[bytes]:
-        """List the keys that an owner leases."""
-        return list(self._leased.get(owner, ()))
+        return idle
 
     def end(self, owner: Hashable) -> None:
         """Drop everything an owner holds: its waits, watches and turns unanswered, its leased keys deleted."""
         for held in sorted(self._held.get(owner, ()), key=lambda held: (Watch, Waiter, Turn).index(type(held))):
             self.drop(held)  # turns last, for they go to whoever waits next, and that is not this owner
         for key in list(self._leased.get(owner, ())):
-            self.delete(key)
+            self.remove(key)
 
     def statistics(self) -> Statistics:
         """Count what is held now."""
@@ -371,23 +513,11 @@ class Engine:
             waiters=sum(isinstance(thing, Waiter) for thing in held),
             watches=sum(isinstance(thing, Watch) for thing in held),
             leased_keys=len(self._lessee),
-            size=self.size,
+            size=self.size + self.parked,
             revision=self.revision,
         )
 
     # Inside
-
-    def _put(self, key: bytes, value: bytes, owner: Hashable = None) -> None:
-        old = self._values.get(key)
-        size = self.size + len(value) - len(old) if old is not None else self.size + len(key) + len(value) + ENTRY_BYTES
-        if size > self.max_bytes and size > self.size:
-            raise StoreFull(key=show(key), size=size, limit=self.max_bytes)
-        self.size = size
-        self._values[key] = value
-        if owner is None and not (self._waiting or self._gates or self._watches or self._lessee):
-            self.revision += 1  # nobody looks: nothing else can have changed
-        else:
-            self._changed(key, value, owner)
 
     def _changed(self, key: bytes, value: bytes, owner: Hashable) -> None:
         """After a key was written: bind or unbind it, and tell those who watch it or wait for it."""
@@ -419,14 +549,15 @@ class Engine:
 
     def _publish(self, key: bytes, value: bytes | None) -> None:
         event = Event(self.revision, key, value)
-        for prefix, watches in self._watches.items():
-            if key.startswith(prefix):
+        for length in self._watch_lengths:
+            watches = self._watches.get(key[:length]) if length <= len(key) else None
+            if watches is not None:
                 self.outbox.extend((watch, event) for watch in watches)
 
-    def _hold(self, held: Waiter | Watch | Turn) -> None:
+    def _hold(self, held: Handle) -> None:
         self._held.setdefault(held.owner, {})[held] = None
 
-    def _release(self, held: Waiter | Watch | Turn) -> bool:
+    def _release(self, held: Handle) -> bool:
         """Take something off its owner's list; False when it was not there, that is, over already."""
         mine = self._held.get(held.owner)
         if mine is None or held not in mine:
@@ -437,24 +568,32 @@ class Engine:
         return True
 
     def _park(self, waiter: Waiter) -> Waiter:
-        self._grow(waiter.keys[0], sum(len(key) + ENTRY_BYTES for key in waiter.keys))
-        if waiter.want is Want.COUNT:
-            self._gates.setdefault(waiter.keys[0], {}).setdefault(waiter.need, {})[waiter] = None
-        elif waiter.want is not Want.CALL:
-            for key in waiter.keys:
-                self._waiting.setdefault(key, {})[waiter] = None
-        self._hold(waiter)
-        if waiter.deadline is not None:
-            self._timed += 1
-            heapq.heappush(self._deadlines, (waiter.deadline, next(self._arrivals), waiter))
-            self.earliest = self._deadlines[0][0]
-            if len(self._deadlines) > 2 * self._timed + 64:  # mostly of waits that are over
-                self._deadlines = [entry for entry in self._deadlines if entry[2].deadline is not None]
-                heapq.heapify(self._deadlines)
+        cost = waiter.size + ENTRY_BYTES * len(waiter.keys)
+        if waiter.reads:
+            if self.size + self.parked + cost > self.max_bytes:
+                size = self.size + self.parked + cost
+                raise StoreFull(key=show(waiter.keys[0]), size=size, limit=self.max_bytes)
+            self.parked += cost
+        elif waiter.want is Want.CLEARED or waiter.want is Want.CALL:
+            self.size += cost  # it has made room before, and it is too late to refuse it
+        else:
+            self._grow(waiter.keys[0], cost)
+        self._register(waiter)
         return waiter
 
+    def _register(self, waiter: Waiter) -> None:
+        if waiter.want is Want.COUNT:
+            self._gates.setdefault(waiter.keys[0], {}).setdefault(waiter.need, {})[waiter] = None
+        elif waiter.want is not Want.CALL and waiter.want is not Want.CLEARED:
+            self._waiting.setdefault(waiter.keys[waiter.at], {})[waiter] = None
+        self._hold(waiter)
+
     def _unpark(self, waiter: Waiter) -> None:
-        self.size -= sum(len(key) + ENTRY_BYTES for key in waiter.keys)
+        cost = waiter.size + ENTRY_BYTES * len(waiter.keys)
+        if waiter.reads:
+            self.parked -= cost
+        else:
+            self.size -= cost
         if waiter.want is Want.COUNT:
             gate = self._gates[waiter.keys[0]]
             gate[waiter.need].pop(waiter)
@@ -462,15 +601,17 @@ class Engine:
                 del gate[waiter.need]
             if not gate:
                 del self._gates[waiter.keys[0]]
+        elif waiter.want is Want.CLEARED:
+            self.clearing.pop(waiter, None)
         elif waiter.want is not Want.CALL:
-            for key in dict.fromkeys(waiter.keys):
-                waiters = self._waiting[key]
-                del waiters[waiter]
-                if not waiters:
-                    del self._waiting[key]
-        if waiter.deadline is not None:
-            self._timed -= 1
-            waiter.deadline = None
+            self._unregister(waiter)
+
+    def _unregister(self, waiter: Waiter) -> None:
+        key = waiter.keys[waiter.at]
+        waiters = self._waiting[key]
+        del waiters[waiter]
+        if not waiters:
+            del self._waiting[key]
 
     def _answer(self, waiter: Waiter, answer: Answer) -> None:
         self._release(waiter)
@@ -480,55 +621,59 @@ class Engine:
     def _wake(self, key: bytes) -> None:
         """After a key or queue has changed: answer, in order, those waiters for whom that was the last thing."""
         for waiter in tuple(self._waiting[key]):
-            if waiter.want is Want.KEYS:
-                if key in self._values or key in self._queues:
-                    waiter.missing.pop(key, None)
-                if not waiter.missing:
-                    self._answer(waiter, None)
-            elif waiter.want is Want.VALUES:
-                if key in self._values:
-                    waiter.missing.pop(key, None)
-                if not waiter.missing:
-                    self._answer(waiter, [self._values[key] for key in waiter.keys])
+            if waiter.want is Want.KEYS or waiter.want is Want.VALUES:
+                if waiter.want is Want.VALUES and key not in self._values:
+                    continue
+                if self._still_missing(waiter):
+                    continue
+                values = self._values
+                self._answer(waiter, [values[key] for key in waiter.keys] if waiter.want is Want.VALUES else None)
             elif waiter.want is Want.TURN and key in self._values:
                 self._answer(waiter, None)
             elif self._spare(key):
-                turn = waiter.want is Want.TURN
-                self._answer(waiter, self._give_turn(key, waiter.owner) if turn else self.queue_pop(key))
+                if waiter.want is Want.TURN:
+                    self._answer(waiter, self._give_turn(key, waiter.owner, waiter.number))
+                else:
+                    self._answer(waiter, self.pop(key))
+
+    def _still_missing(self, waiter: Waiter) -> bool:
+        """After the key that a read waits for has come: register it under another that is missing, if there is one.
+
+        Begins behind the key that came, and then looks at those before it, which may have vanished since.
+        """
+        keys, values = waiter.keys, self._values
+        queues: Any = () if waiter.want is Want.VALUES else self._queues
+        for at in chain(range(waiter.at, len(keys)), range(waiter.at)):
+            if keys[at] not in values and keys[at] not in queues:
+                self._unregister(waiter)
+                waiter.at = at
+                self._waiting.setdefault(keys[at], {})[waiter] = None
+                return True
+        return False
 
     def _open(self, key: bytes) -> None:
         """After a barrier's count has changed: let through those for whom it is enough."""
-        here = self._count(key)
+        here = self._count_of(key)
         for need in [need for need in self._gates[key] if need <= here]:
             for waiter in tuple(self._gates[key][need]):
                 self._answer(waiter, None)
 
-    def _vanished(self, key: bytes) -> None:
-        """After a key or queue has gone: those who had it count it as missing again."""
-        for waiter in self._waiting.get(key, ()):
-            if key not in self._values and (waiter.want is Want.VALUES or key not in self._queues):
-                waiter.missing[key] = None
-
     def _spare(self, key: bytes) -> bool:
-        """Say whether a queue holds more items than turns were given for."""
+        """Return whether a queue holds more items than turns were given for."""
         return key in self._queues and len(self._queues[key]) > len(self._turns.get(key, ()))
 
-    def _give_turn(self, key: bytes, owner: Hashable) -> Turn:
-        turn = Turn(key, owner)
+    def _give_turn(self, key: bytes, owner: Hashable, number: int) -> Turn:
+        turn = Turn(key, owner, number)
         self._turns.setdefault(key, {})[turn] = None
         self._hold(turn)
         return turn
 
-    def _count(self, key: bytes) -> int:
+    def _count_of(self, key: bytes) -> int:
         """Return a barrier's count; what is no number counts as nobody."""
         try:
             return number_in(key, self._values.get(key, b"0"))
         except NotAnInteger:
             return 0
-
-    def _withdraw(self, key: bytes) -> None:
-        if self._count(key) > 0:
-            self.add(key, -1)
 
 
 def number_in(key: bytes, value: bytes) -> int:
@@ -538,3 +683,34 @@ def number_in(key: bytes, value: bytes) -> int:
     if number is None or not -_INT64 <= number < _INT64:
         raise NotAnInteger(key=show(key), value=value)
     return number
+
+
+EXECUTE: dict[type[ops.Op], Callable[[Engine, Any, Hashable], Any]] = {
+    ops.Set: Engine._set,
+    ops.Get: Engine._get,
+    ops.Add: Engine._add,
+    ops.Check: Engine._check,
+    ops.Wait: Engine._await_keys,
+    ops.MultiGet: Engine._multi_get,
+    ops.MultiSet: Engine._multi_set,
+    ops.Append: Engine._append,
+    ops.CompareSet: Engine._compare_set,
+    ops.Swap: Engine._swap,
+    ops.Delete: Engine._delete,
+    ops.DeletePrefix: Engine._delete_prefix,
+    ops.Count: Engine._count,
+    ops.List: Engine._list,
+    ops.Push: Engine._push,
+    ops.Pop: Engine._pop,
+    ops.Take: Engine._take,
+    ops.QueueLen: Engine._queue_len,
+    ops.Arrive: Engine._arrive,
+    ops.Lease: Engine._lease,
+    ops.Unlease: Engine._unlease,
+    ops.Await: Engine._await_turn,
+    ops.Draw: Engine._draw,
+    ops.Peek: Engine._peek,
+    ops.MultiPeek: Engine._multi_peek,
+    ops.Ping: Engine._ping,
+}
+"""What carries out each operation; `Engine.execute` for those in a hurry."""

@@ -35,6 +35,7 @@ __all__ = [
     "WAIT",
     "Call",
     "Command",
+    "Disconnected",
     "Done",
     "Machine",
     "Name",
@@ -143,6 +144,12 @@ class Waiting(NamedTuple):
 
     stands_by: bool = False
     """Whether it waits in reserve, so that no time-out should end it."""
+
+
+class Disconnected(Waiting):
+    """Why a call waits as far as its client knows: the server is down, and says nothing. It never crosses the wire."""
+
+    __slots__ = ()
 
 
 class Step(NamedTuple):

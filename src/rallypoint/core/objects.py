@@ -1,12 +1,14 @@
 """The shared objects that a server hosts: machines by name, next to the keys, and the calls that wait on them.
 
-A call that must wait is parked in the engine as any other wait is, so its deadline, its owner's end and a `drop` are
-the engine's. Its deadline is not the caller's: it is when the caller wants to hear why it still waits, and it then
-looks again with the same call. Machines hear of sessions that have ended. One that is idle is dropped, unless a call
-that was between two looks when its wait ended has yet to look. What machines keep counts as the engine's bytes do, and
-so does what is kept for such a call: its round, as it was counted before, until it looks or its session ends.
+A call that must wait is parked in the engine as any other wait is, so its owner's end and a `drop` are the engine's.
+Its deadline is not the caller's: it is when the caller wants to hear why it still waits, and it then looks again with
+the same call. Machines hear of sessions that have ended. One that is idle is dropped, unless a call that was between
+two looks when its wait ended has yet to look. What machines keep counts as the engine's bytes do, and so does what is
+kept for such a call: its round, as it was counted before, until it looks or its session ends.
 
 A few idle machines are remembered, for those who come back: so many, and so many bytes, of which no session is charged.
+Machines' timers are part of the state, the clock is not: a host reads `timers`, and calls `fire` when one is due by its
+own clock. A timer that changed since the host last looked is in `changed_timers`.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ import msgspec
 from rallypoint.core.doubts import Doubts
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
-from rallypoint.core.records import Shared, Waiter, Watch
+from rallypoint.core.records import Shared, Waiter
 
-__all__ = ["Objects"]
+__all__ = ["Objects", "Pending"]
 
 MAX_IDLE = 256
 """How many machines are remembered though they are idle."""
@@ -37,20 +39,12 @@ Held = tuple[Place, str]
 """A call that a machine may keep something of: where, and the call's id."""
 
 
-class _Pending(NamedTuple):
+class Pending(NamedTuple):
     """A call that waits."""
 
     call: Call
     command: Command
     waiter: Waiter
-
-
-class _Alarm(NamedTuple):
-    """An alarm that is set."""
-
-    alarm: tuple[int, float]
-    waiter: Waiter
-    due: float
 
 
 class _Late:
@@ -59,7 +53,7 @@ class _Late:
     __slots__ = ("calls", "round", "size")
 
     def __init__(self) -> None:
-        self.calls: set[str] = set()
+        self.calls: dict[str, None] = {}
         self.round = 0
         """What the largest round that ended since made the machine keep."""
 
@@ -67,26 +61,24 @@ class _Late:
 
 
 class Objects:
-    """All machines of one server."""
-
-    link = None
-    """Alarms come to us from the engine as answers come to sessions; there is nowhere to send them on."""
+    """All machines of one namespace."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._machines: dict[Place, Machine] = {}
-        self._pending: dict[Held, _Pending] = {}
+        self._pending: dict[Held, Pending] = {}
         self._held: dict[str, dict[Held, int]] = {}
         self._late: dict[Place, _Late] = {}
         self._latecomers: dict[str, dict[Held, None]] = {}
-        self._alarms: dict[Place, _Alarm] = {}
+        self.timers: dict[Place, tuple[int, float]] = {}
+        """The timers that are set: each its number, and for how many seconds."""
+
+        self.changed_timers: list[Place] = []
         self._idle: dict[Place, int] = {}
         self._idle_bytes = 0
         self.doubts = Doubts()
 
-    def act(
-        self, name: bytes, call: Call, command: Command, owner: Any, now: float, timeout_s: float, tag: object
-    ) -> Any:
+    def act(self, name: bytes, call: Call, command: Command, owner: Any, timeout_s: float, number: int) -> Any:
         """Carry out a command on the object of that name; return its outcome, or a waiter if it has to wait."""
         place = (command.machine, name)
         machine = self._machines.get(place) or command.machine()
@@ -105,23 +97,34 @@ class Objects:
             self._idle_bytes -= self._idle.pop(place, 0)
         self._machines[place] = machine
         step = machine.apply(call, command, self._engine.revision + 1)
-        if timeout_s <= 0 or not self.doubts.of(held, step.outcome, machine):
+        if timeout_s <= 0 or isinstance(command, Undo) or not self.doubts.of(held, step.outcome, machine):
             freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
-            outcome = self._follow_up(place, machine, step, now, freed)
+            outcome = self._follow_up(place, machine, step, freed)
             if isinstance(outcome, (Done, Refused)):
+                if held in self._pending and not machine.keeps(held[1]):
+                    self.doubts.settle(held)
+                    self._look_again(held, "the same call was made again, and is over")
                 return outcome
-        waiter = self._engine.park_call(name, owner, now + timeout_s, tag)
-        self._pending[held] = waiter.call = _Pending(call, command, waiter)
+        waiter = self._engine.park_call(name, owner, number)
+        self._look_again(held, "the same call was made again, and waits in its place")
+        self._pending[held] = waiter.call = Pending(call, command, waiter)
         return waiter
 
     def why(self, waiter: Waiter) -> Waiting:
         """Say what a call waits for, when its waiter has ended by its deadline."""
         call, command, _ = waiter.call
-        place = (command.machine, waiter.keys[0])
-        self._pending.pop((place, call.id), None)
-        machine = self._machines.get(place)
-        taken_back = Waiting("it was taken back")
-        return self.doubts.settle((place, call.id)) or (taken_back if machine is None else machine.why(call))
+        doubt = self.forget(waiter)
+        machine = self._machines.get((command.machine, waiter.keys[0]))
+        return doubt or (Waiting("it was taken back") if machine is None else machine.why(call))
+
+    def forget(self, waiter: Waiter) -> Waiting | None:
+        """Note that the wait of a call was given up; say why it waited, if because of a doubt."""
+        call, command, _ = waiter.call
+        held = ((command.machine, waiter.keys[0]), call.id)
+        if self._pending.get(held) is not waiter.call:
+            return None
+        del self._pending[held]
+        return self.doubts.settle(held)
 
     def back(self, session: str) -> None:
         """Note that a session has a connection again, or has ended: calls that are in doubt look again."""
@@ -129,7 +132,7 @@ class Objects:
         for held in self.doubts:
             self._engine.answer_call(self._pending.pop(held).waiter, self.doubts.settle(held))
 
-    def end(self, session: str, now: float) -> None:
+    def end(self, session: str) -> None:
         """Tell all machines that a session has ended."""
         held = self._held.pop(session, {})
         for held_call, size in held.items():
@@ -143,25 +146,22 @@ class Objects:
         for place in places:
             machine = self._machines.get(place)
             if machine is not None:
-                self._follow_up(place, machine, machine.lost(session, self._engine.revision + 1), now)
+                self._follow_up(place, machine, machine.lost(session, self._engine.revision + 1))
         self.back(session)
 
     def statistics(self) -> dict[str, int]:
         """Count the machines of each kind."""
         return dict(Counter(machine.kind for machine, _ in self._machines))
 
-    def answer(self, handle: Waiter | Watch, answer: Any) -> bytes:
-        """Let an alarm ring, which the engine delivers to us as its owner; unless it was stopped at the last moment."""
-        place: Any = handle.tag
-        set_now = self._alarms.get(place)
-        if set_now is not None and set_now.waiter is handle:
-            del self._alarms[place]
+    def fire(self, place: Place, number: int) -> None:
+        """Do what is due when a timer has run for its time, unless it was stopped or set anew meanwhile."""
+        timer = self.timers.get(place)
+        if timer is not None and timer[0] == number:
+            del self.timers[place]
             machine = self._machines[place]
-            step = machine.ring(set_now.alarm[0], self._engine.revision + 1)
-            self._follow_up(place, machine, step, set_now.due)
-        return b""
+            self._follow_up(place, machine, machine.ring(number, self._engine.revision + 1))
 
-    def _follow_up(self, place: Place, machine: Machine, step: Step, now: float, freed: int = 0) -> Outcome:
+    def _follow_up(self, place: Place, machine: Machine, step: Step, freed: int = 0) -> Outcome:
         """After a step: number the change, answer those who need wait no more, and drop a machine that is idle.
 
         `freed` is what is no longer counted for the caller. Returns the step's outcome, as part of which others get.
@@ -170,16 +170,18 @@ class Objects:
             self._engine.revision += 1
         for call in step.dropped:
             self._settle((place, call.id), machine, call.session)
+            self._look_again((place, call.id), "a later call of the same process has its place")
         encoded: _Encoded = {}
         for call in step.woken:
             held = (place, call.id)
-            freed += self._settle(held, machine, call.session)
             pending = self._pending.get(held)
+            outcome: Outcome = WAIT
+            if pending is not None:
+                outcome = step.told or machine.apply(call, pending.command, self._engine.revision + 1).outcome
+            freed += self._settle(held, machine, call.session)  # after its look, by which it may have come again
             if pending is None:
                 self._comes_late(held, call.session)
-                continue
-            outcome = step.told or machine.apply(call, pending.command, self._engine.revision + 1).outcome
-            if isinstance(outcome, (Done, Refused)):
+            elif isinstance(outcome, (Done, Refused)):
                 del self._pending[held]
                 if not self._engine.answer_call(pending.waiter, _encoded_once(outcome, encoded)):
                     self._comes_late(held, call.session)  # its deadline passed a moment ago, and it looks again
@@ -187,9 +189,15 @@ class Objects:
             self._count_late(place, freed)
         elif machine.idle:
             self._put_away(place, machine)
-        if machine.alarm is not None or place in self._alarms:
-            self._set_alarm(place, machine, now)
+        if machine.alarm != self.timers.get(place):
+            self._set_timer(place, machine.alarm)
         return _shared(step.outcome, encoded) if encoded else step.outcome
+
+    def _look_again(self, held: Held, why: str) -> None:
+        """Let a call that waits hear that it has no place any more, if there is one: it may look again."""
+        pending = self._pending.pop(held, None)
+        if pending is not None:
+            self._engine.answer_call(pending.waiter, Waiting(why))
 
     def _put_away(self, place: Place, machine: Machine) -> None:
         """Drop an idle machine; of those that should last, drop those that have been idle the longest."""
@@ -204,17 +212,13 @@ class Objects:
             self._idle_bytes -= self._idle.pop(oldest)
             del self._machines[oldest]
 
-    def _set_alarm(self, place: Place, machine: Machine, now: float) -> None:
-        """Have the engine tell us when the machine's alarm is due, as it tells any wait that its time is over."""
-        before = self._alarms.get(place)
-        if before is not None and before.alarm == machine.alarm:
-            return
-        if before is not None:
-            del self._alarms[place]
-            self._engine.drop(before.waiter)
-        if machine.alarm is not None:
-            due = now + machine.alarm[1]
-            self._alarms[place] = _Alarm(machine.alarm, self._engine.park_call(place[1], self, due, place), due)
+    def _set_timer(self, place: Place, timer: tuple[int, float] | None) -> None:
+        """Set or stop the timer of a machine."""
+        if timer is None:
+            del self.timers[place]
+        else:
+            self.timers[place] = timer
+        self.changed_timers.append(place)
 
     def _count_late(self, place: Place, freed: int) -> None:
         """Go on counting a round, of which nothing waits any more, for those who have yet to look how it ended."""
@@ -224,9 +228,14 @@ class Objects:
         self._engine.size += size - late.size  # it is here, so it is too late to refuse it
         late.size = size
 
+    def restore_late(self, place: Place, calls: list[str], round_bytes: int, size: int) -> None:
+        """Put back, from a snapshot, the calls that have yet to look; what is counted for them is counted already."""
+        late = self._late[place] = _Late()
+        late.calls, late.round, late.size = dict.fromkeys(calls), round_bytes, size
+
     def _comes_late(self, held: Held, session: str) -> None:
         """Note that a call, which does not wait at this moment, has yet to look how its wait ended."""
-        self._late.setdefault(held[0], _Late()).calls.add(held[1])
+        self._late.setdefault(held[0], _Late()).calls[held[1]] = None
         self._latecomers.setdefault(session, {})[held] = None
 
     def _looked(self, held: Held) -> None:
@@ -235,7 +244,7 @@ class Objects:
         late = self._late.get(place)
         if late is None or call_id not in late.calls:
             return
-        late.calls.remove(call_id)
+        del late.calls[call_id]
         session = call_id.rpartition("/")[0]
         del self._latecomers[session][held]
         if not self._latecomers[session]:
@@ -250,7 +259,7 @@ class Objects:
         parked = len(name) + ENTRY_BYTES
         counted = machine.keeps(call_id) or held in self._held.get(call.session, ())
         size = 0 if counted else parked + len(call.member) + command.weight + ENTRY_BYTES
-        self._engine.charge(name, size, 2 * parked)  # the latter is needed if it has to wait, and for an alarm
+        self._engine.charge(name, size, parked)  # the latter is needed if it has to wait
         if size:
             self._held.setdefault(call.session, {})[held] = size
 

@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 
 import msgspec
 
+from rallypoint.core import ops
 from rallypoint.core.engine import Engine
 from rallypoint.core.records import Answer, Event, Waiter, Want, Watch
 
@@ -58,8 +59,16 @@ class Replica(Engine):
         out = super().take()
         for handle, _ in out:
             if isinstance(handle, Waiter) and handle.want is Want.COUNT:
-                self.arrivals.pop(handle.tag, None)  # type: ignore[call-overload]
+                self.arrivals.pop((handle.owner, handle.number), None)  # type: ignore[arg-type]
         return [pair for pair in out if isinstance(pair[0], Watch) or pair[0].want is not Want.COUNT]
+
+    def has_item(self, key: bytes) -> bool:
+        """Return whether a queue holds an item."""
+        return key in self._queues
+
+    def value(self, key: bytes) -> bytes | None:
+        """Return the value of a key, or None where there is none."""
+        return self._values.get(key)
 
     def values(self) -> dict[bytes, bytes]:
         """Copy the keys and their values."""
@@ -103,7 +112,7 @@ class Set(Effect, frozen=True, tag=0):
     def apply(self, to: Replica) -> None:
         if self.owner is not None:
             to.owners[self.owner] = None
-        to.set(self.key, self.value, self.owner)
+        to.put(self.key, self.value, self.owner)
 
 
 class SetMany(Effect, frozen=True, tag=1):
@@ -112,7 +121,7 @@ class SetMany(Effect, frozen=True, tag=1):
     pairs: list[tuple[bytes, bytes]]
 
     def apply(self, to: Replica) -> None:
-        to.multi_set(self.pairs)
+        to.put_all(self.pairs)
 
 
 class Append(Effect, frozen=True, tag=2):
@@ -122,7 +131,7 @@ class Append(Effect, frozen=True, tag=2):
     value: bytes
 
     def apply(self, to: Replica) -> None:
-        to.append(self.key, self.value)
+        to.execute(ops.Append(0, self.key, self.value))
 
 
 class Delete(Effect, frozen=True, tag=3):
@@ -131,7 +140,7 @@ class Delete(Effect, frozen=True, tag=3):
     key: bytes
 
     def apply(self, to: Replica) -> bool:
-        return to.delete(self.key)
+        return to.remove(self.key)
 
 
 class DeletePrefix(Effect, frozen=True, tag=4):
@@ -140,7 +149,7 @@ class DeletePrefix(Effect, frozen=True, tag=4):
     prefix: bytes
 
     def apply(self, to: Replica) -> int:
-        return to.delete_prefix(self.prefix)
+        return int(to.execute(ops.DeletePrefix(0, self.prefix)))
 
 
 class Push(Effect, frozen=True, tag=5):
@@ -150,7 +159,7 @@ class Push(Effect, frozen=True, tag=5):
     value: bytes
 
     def apply(self, to: Replica) -> None:
-        to.queue_push(self.key, self.value)
+        to.push(self.key, self.value)
 
 
 class Pop(Effect, frozen=True, tag=6):
@@ -159,7 +168,7 @@ class Pop(Effect, frozen=True, tag=6):
     key: bytes
 
     def apply(self, to: Replica) -> bytes | None:
-        return to.queue_pop(self.key)
+        return to.pop(self.key)
 
 
 class Unlease(Effect, frozen=True, tag=7):
@@ -181,11 +190,10 @@ class Arrive(Effect, frozen=True, tag=8):
     number: int
 
     def apply(self, to: Replica) -> None:
-        ticket = (self.owner, self.number)
-        waiter = to.barrier(self.key, self.size, self.owner, None, ticket)
+        waiter = to.arrive(self.key, self.size, self.owner, self.number)
         to.owners[self.owner] = None
         if waiter is not None:
-            to.arrivals[ticket] = waiter
+            to.arrivals[self.owner, self.number] = waiter
 
 
 class Withdraw(Effect, frozen=True, tag=9):

@@ -1,15 +1,18 @@
-"""The server's end of our protocol: sessions, which outlive connections, and what makes a cut harmless.
+"""The owners in the state: sessions, which outlive connections, and visitors, which are one connection each.
 
-A `Session` is the owner of waits, watches and leases in the engine. It is *here* while a connection carries it,
-*away* in the grace after a cut, and over when the grace ends or the client says bye; then the engine drops all it
-owned. `Sessions` keeps them by id and knows when the next grace ends.
+A `Session` is a native client. It is *attached* while a connection carries it, detached in the grace after a cut, and
+over when a host ends it or the client says bye; then the engine drops all it owned.
 
 Exactly once: the answer of every request that changes something is kept until the client confirms it. A number that
-was seen before is a repetition: it gets the kept answer, or none yet if it still waits, or, when it only reads, a new
-one. Pushes are numbered and kept until seen. Both are bounded: a client that confirms nothing loses its session. What
-the ranks of an exchange get is kept once for all of them, and counted once (`core/ledger.py`).
+was seen before is a repetition: it gets the kept answer, or none yet if it still waits. Reads are no part of the state:
+they run again. Pushes are numbered and kept until seen. Both are bounded by a `ReplyBudget`: a client that confirms
+nothing is `overdue`, and has to go. What the ranks of an exchange get is kept once for all of them, and counted once.
 
-`core/caller.py` has the connections that carry sessions, and keeps all sessions of a server.
+A `Visitor` is a PyTorch client, which has no session: it waits for one thing at most, holds one turn at most, and ends
+with its connection.
+
+Both `execute` an operation and return its answer, or `LATER`; what the engine answers later goes through `answer`.
+Neither knows bytes, clocks or connections; `link` is the host's own, and no part of the state.
 """
 
 from __future__ import annotations
@@ -18,413 +21,522 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
-
-from rallypoint.core import native
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.engine import Engine
-from rallypoint.core.ledger import Ledger, Split
-from rallypoint.core.machine import Call, Done, Refused, Waiting
-from rallypoint.core.native import Request, Status, frame
+from rallypoint.core import ops
+from rallypoint.core.engine import EXECUTE, Engine
+from rallypoint.core.machine import Call, Done, Waiting
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import Answer, Event, Shared, TimedOut, Waiter, Want, Watch, show
+from rallypoint.core.records import LATER, Event, Push, Shared, Turn, Waiter, Want, Watch, show, weigh
 from rallypoint.errors import LimitExceeded, StoreError
 
-__all__ = ["Session", "decode_request"]
+__all__ = ["MAX_KEPT", "MAX_PUSHES", "ReplyBudget", "Session", "Visitor"]
 
 MAX_KEPT, MAX_PUSHES = 8192, 131_072
-"""How many answers, and how many pushes, a session may leave unconfirmed; their bytes are counted in a `Ledger`."""
+"""How many answers, and how many pushes, a session may leave unconfirmed; a `ReplyBudget` counts their bytes."""
 
 SHARE = 64
 """When all together keep too much, those go first that keep more than this part of it."""
 
-PUSH_BYTES = 120
-"""What a kept push costs beside its own bytes; near enough for a limit."""
+PUSH_BYTES = 140
+"""What a kept push costs beside its key and value; near enough for a limit."""
 
 
-decode_request = msgspec.msgpack.Decoder(
-    native.Set | native.Get | native.Add | native.Check | native.Wait | native.MultiGet | native.MultiSet
-    | native.Append | native.CompareSet | native.Swap | native.Delete | native.DeletePrefix | native.Count
-    | native.List | native.Push | native.Pop | native.Take | native.QueueLen | native.Arrive | native.Lease
-    | native.Unlease | native.Beat | native.Watch | native.Drop | native.Confirm | native.Act | native.Ping | native.Bye
-).decode  # fmt: skip
-"""Read a request, checking all of it; raise one of `native.GARBLED` where it makes no sense."""
+MAX_LISTED = 4096
+"""How long a list may be whose bytes are counted here; those of a longer one the host counts, as it encodes it."""
+
+
+class ReplyBudget:
+    """What all sessions of a server make it keep, in bytes, and how much that may be: in one answer, and in all."""
+
+    __slots__ = ("answer_limit", "kept", "limit")
+
+    def __init__(self, answer_limit: int = 1 << 62, limit: int = 1 << 62) -> None:
+        self.answer_limit = answer_limit
+        self.limit = limit
+        self.kept = 0
+
+    def hold(self, answer: Any, size: int) -> None:
+        """Count an answer that is kept. A shared one is counted when the first session keeps it."""
+        shared = _shared_in(answer)
+        if shared is not None:
+            shared.holders += 1
+        self.kept += size if shared is None or shared.holders == 1 else size - len(shared.data)
+
+    def release(self, answer: Any, size: int) -> None:
+        """Count an answer no more that was kept."""
+        shared = _shared_in(answer)
+        if shared is not None:
+            shared.holders -= 1
+        self.kept -= size if shared is None or not shared.holders else size - len(shared.data)
+
+
+def _shared_in(answer: Any) -> Shared | None:
+    if answer.__class__ is Done and answer.answer.__class__ is Shared:
+        shared: Shared = answer.answer
+        return shared
+    return None
 
 
 class Session:
-    """What the server knows of one client."""
+    """What the server knows of one native client."""
 
     __slots__ = (
-        "_beating",
-        "_beats",
+        "_budget",
         "_engine",
-        "_highest",
-        "_kept",
         "_kept_bytes",
-        "_ledger",
         "_objects",
-        "_pushed",
-        "_pushes",
-        "_suspended",
-        "_taken",
-        "_waiting",
-        "_watches",
+        "attached",
         "former",
+        "highest",
         "id",
+        "kept",
         "late",
         "link",
         "name",
+        "namespace",
         "over",
+        "pushed",
+        "pushes",
+        "restarts",
         "serial",
+        "suspended",
+        "tag",
+        "taken",
+        "ttls",
+        "turns",
+        "waiting",
+        "watches",
     )
 
     def __init__(
         self,
+        identity: bytes,
+        serial: int,
+        name: str,
+        namespace: int,
         engine: Engine,
         objects: Objects,
-        identity: bytes,
-        name: str,
-        ledger: Ledger,
-        beating: dict[Session, None],
+        budget: ReplyBudget,
     ) -> None:
         self.id = identity
+        self.serial = serial
+        """Unique among the owners of a state; no secret, as the id is."""
+
+        self.tag = str(serial)
+        """The serial as shared objects know it."""
+
         self.name = name
-        self.serial = ""
-        """What tells it from all other sessions, and is no secret, as its id is."""
-
+        self.namespace = namespace
         self.former: tuple[str, ...] = ()
-        """The serials of sessions that the same process had before, and which have not ended here yet."""
+        """The tags of sessions that the same process had before, and which have not ended here yet."""
 
-        self.link: object = None
-        """The host's connection that carries the session now, or None."""
+        self.attached = True
+        self.restarts = 0
+        """How often the server was restarted since the client was last attached."""
 
         self.over = False
+        self.link: Any = None
+        """The host's connection that carries the session now, or None."""
+
         self.late = False
         """Whether this client may be overdue: looked into whenever more is kept for it."""
 
-        self._engine = engine
-        self._objects = objects
-        self._highest = 0
-        self._kept: dict[int, bytes | Split] = {}
-        self._waiting: dict[int, Waiter] = {}
-        self._watches: dict[int, Watch] = {}
-        self._suspended: set[int] = set()
-        self._taken: dict[int, tuple[bytes, bytes]] = {}
-        self._pushes: deque[tuple[int, bytes]] = deque()
-        self._pushed = 0
+        self.highest = 0
+        self.kept: dict[int, tuple[Any, int]] = {}
+        """Answers that are not confirmed, each with the size that it is counted with."""
+
+        self.waiting: dict[int, Waiter] = {}
+        self.watches: dict[int, Watch] = {}
+        self.turns: dict[int, Turn] = {}
+        self.suspended: dict[int, None] = {}
+        self.taken: dict[int, tuple[bytes, bytes]] = {}
+        self.pushes: deque[Push] = deque()
+        self.pushed = 0
+        self.ttls: dict[bytes, float] = {}
+        """The leased keys that end without heartbeats, and after how many seconds."""
+
         self._kept_bytes = 0
-        self._ledger = ledger
-        self._beats: dict[bytes, tuple[float, float]] = {}  # leased key: its time to live, and until when it lives
-        self._beating = beating  # all sessions that have such leases
+        self._engine, self._objects, self._budget = engine, objects, budget
 
     @property
     def overdue(self) -> str:
         """Why this client has to go: it confirms nothing, and what is kept for it grows. Empty if all is well."""
-        ledger = self._ledger
-        full = ledger.kept > (ledger.limit if self._kept_bytes > ledger.limit // SHARE else 2 * ledger.limit)
-        if len(self._kept) <= MAX_KEPT and len(self._pushes) <= MAX_PUSHES and not full:
+        budget = self._budget
+        full = budget.kept > (budget.limit if self._kept_bytes > budget.limit // SHARE else 2 * budget.limit)
+        if len(self.kept) <= MAX_KEPT and len(self.pushes) <= MAX_PUSHES and not full:
             return ""
-        return f"{len(self._kept)} answers, {len(self._pushes)} pushes, {self._kept_bytes} bytes are unconfirmed"
+        return f"{len(self.kept)} answers, {len(self.pushes)} pushes, {self._kept_bytes} bytes are unconfirmed"
 
     @property
     def leases(self) -> list[bytes]:
         """The keys that vanish with this session."""
         return self._engine.leases(self)
 
-    def expire(self, now: float) -> None:
-        """Give up the leases whose heart stopped beating."""
-        for key, (_, until) in list(self._beats.items()):
-            if until <= now:
-                self._still(key)
-                self._engine.unlease(key, self)
-
-    def next_end(self) -> float:
-        """Return when the next lease ends unless its heart beats; infinity where none can."""
-        return min((until for _, until in self._beats.values()), default=float("inf"))
-
     @property
     def waits_for(self) -> tuple[bytes, ...]:
         """The keys that requests of this session wait for."""
-        return tuple(key for waiter in self._waiting.values() for key in waiter.keys)
+        return tuple(key for waiter in self.waiting.values() for key in waiter.keys)
 
-    def request(self, request: Request, now: float) -> bytes | Split:
-        """Carry out a request; return its answer, or nothing where that comes later."""
-        number = request.number
-        kind = request.__class__
-        if number > self._highest:
-            self._highest = number
-        elif kind not in _UNNUMBERED:
-            if number <= 0:
-                raise BadMessage(f"{kind.__name__} has number {number}, and requests count from 1")
-            if number in self._waiting:
-                return b""
-            if number in self._kept:
-                return self._kept[number]
-            if number in self._suspended:
-                self._suspended.discard(number)
-            elif kind not in _READS:
-                raise BadMessage(f"request {number} came again after it was confirmed")
-        reply: bytes | Split
+    def knows(self, number: int) -> bool:
+        """Return whether a request was seen before and its answer is not confirmed yet."""
+        waiter = self.waiting.get(number)
+        return number in self.kept or number in self.suspended or (waiter is not None and not waiter.reads)
+
+    def execute(self, op: ops.Op) -> Any:
+        """Carry out a request; return its answer, or `LATER` where that comes later or never. Never raises."""
+        number = op.number
+        kind = op.__class__
+        answer: Any
+        if kind.changes:
+            if number in self.waiting and self.waiting[number].reads:  # by mistake: a read must make no difference
+                self._engine.drop(self.waiting.pop(number))
+            if number > self.highest:
+                self.highest = number
+            elif kind is not ops.Confirm:
+                if number in self.waiting:
+                    return LATER
+                if number in self.kept:
+                    return self.kept[number][0]
+                self.suspended.pop(number, None)
+                used = self.watches.pop(number, None) or self.turns.pop(number, None)
+                if used is not None:  # by mistake: a number names one thing at most
+                    self._engine.drop(used)
+        elif number in self.waiting:
+            return LATER
+        special = _SPECIAL.get(kind)
         try:
-            answer = _DO[kind](self, request, now)
+            answer = EXECUTE[kind](self._engine, op, self) if special is None else special(self, op)
         except StoreError as error:
-            reply = _error(number, error)
-        else:
-            if answer is _LATER:
-                return b""
-            if answer.__class__ in _SMALL:
-                reply = frame((number, Status.OK, answer))
-            else:
-                reply = self._reply(number, answer, request.name if isinstance(request, native.Act) else b"")
-        if kind not in _READS:
-            self._keep(number, reply)
-        return reply
+            answer = error
+        if answer.__class__ is Waiter:
+            self.waiting[number] = answer
+            return LATER
+        if answer.__class__ in _LONG and (kind.changes or len(answer) <= MAX_LISTED):
+            answer = self._bounded(answer, op)
+        if kind.changes and answer is not LATER:
+            self._keep(number, answer)
+        return answer
 
-    def answer(self, handle: Waiter | Watch, answer: Answer) -> bytes | Split:
-        """Return what to send when the engine answered a wait, or has an event for a watch."""
-        number = handle.tag
-        assert isinstance(number, int)
-        if isinstance(answer, Event):
+    def answer(self, handle: Waiter | Watch, answer: Any) -> Any:
+        """Return what to send when the engine answered a wait, or has an event for a watch; `LATER` for nothing."""
+        number = handle.number
+        if answer.__class__ is Event:
             return self._push(number, answer)
         assert isinstance(handle, Waiter)
-        dropped = self._waiting.pop(number, None) is None
-        if dropped:
-            if isinstance(answer, bytes):
-                self._engine.queue_push(handle.keys[0], answer, front=True)
-            return b""
-        if isinstance(answer, bytes):
-            self._taken[number] = (handle.keys[0], answer)
-        if handle.want is Want.CALL and isinstance(answer, TimedOut):
-            answer = self._objects.why(handle)
-        reply = self._reply(number, answer, handle.keys[0])
-        if handle.want in (Want.ITEM, Want.COUNT, Want.CALL):  # the others only read, and may do so again
-            self._keep(number, reply)
-        return reply
+        if self.waiting.pop(number, None) is None:  # dropped
+            if handle.want is Want.ITEM:
+                self._engine.push(handle.keys[0], answer, front=True)
+            return LATER
+        if handle.want is Want.ITEM:
+            self.taken[number] = (handle.keys[0], answer)
+        elif answer.__class__ is Turn:
+            self.turns[number] = answer
+        if answer.__class__ in _LONG and not (handle.reads and len(answer) > MAX_LISTED):
+            answer = self._bounded(answer, None, handle.keys[0])
+        if not handle.reads:
+            self._keep(number, answer)
+        return answer
 
-    def give_back(self) -> None:
-        """At the end, forget what was kept; items whose taker may not have seen them go back to their queues."""
-        for key, item in reversed(self._taken.values()):
-            self._engine.queue_push(key, item, front=True)
-        self._taken.clear()
-        self._forget(list(self._kept))
-        self._count(-self._kept_bytes)
+    def time_out(self, number: int) -> Any:
+        """End a wait whose time is over; return what to send, `LATER` for nothing."""
+        waiter = self.waiting.get(number)
+        timed_out = None if waiter is None or waiter.want is Want.CLEARED else self._engine.expire(waiter)
+        if waiter is None or timed_out is None:
+            return LATER
+        del self.waiting[number]
+        answer: Any = self._objects.why(waiter) if waiter.want is Want.CALL else timed_out
+        if not waiter.reads:
+            self._keep(number, answer)
+        return answer
 
-    def suspend(self) -> None:
+    def take_back(self, number: int) -> None:
+        """Take back a turn that was not used."""
+        turn = self.turns.pop(number, None)
+        if turn is not None:
+            self._engine.drop(turn)
+
+    def lapse(self, key: bytes) -> None:
+        """Give up a lease whose heartbeat stopped."""
+        if self.ttls.pop(key, None) is not None:
+            self._engine.unlease(key, self)
+
+    def live_ttls(self) -> dict[bytes, float]:
+        """Return the leases that need heartbeats, without those that were deleted or written by others."""
+        leased = dict.fromkeys(self.leases)
+        return {key: ttl_s for key, ttl_s in self.ttls.items() if key in leased}
+
+    def detach(self) -> None:
         """While the client is away, let others have the items that it waits for; it asks again when it comes back."""
-        for number, waiter in list(self._waiting.items()):
+        self.attached = False
+        for number, waiter in list(self.waiting.items()):
             if waiter.want is Want.ITEM:
-                del self._waiting[number]
-                self._suspended.add(number)
+                del self.waiting[number]
+                self.suspended[number] = None
                 self._engine.drop(waiter)
 
-    def resume(self, pushes_seen: int) -> bytes:
-        """Return the pushes that a client which comes back has not seen."""
+    def attach(self, pushes_seen: int) -> None:
+        """Note that the client is back, and has seen pushes up to a number; the rest is to be sent again."""
+        self.attached = True
+        self.restarts = 0
         self._seen(pushes_seen)
-        return b"".join(push for _, push in self._pushes)
+
+    def end(self) -> None:
+        """Drop all that the session owns; items whose taker may not have seen them go back to their queues."""
+        self.over = True
+        for waiter in self.waiting.values():  # first, so that nothing goes to one who is gone
+            self._engine.drop(waiter)
+        self.waiting.clear()
+        for key, item in reversed(self.taken.values()):
+            self._engine.push(key, item, front=True)
+        self.taken.clear()
+        self._forget(list(self.kept))
+        self._seen(self.pushed)
+        self._engine.end(self)
 
     # Inside
 
-    def _reply(self, number: int, answer: Any, key: bytes) -> bytes | Split:
-        kind = answer.__class__
-        if kind is TimedOut:
-            return frame((number, Status.TIMED_OUT, answer.missing))
-        if kind is Done and answer[0] is None:
-            return frame((number, Status.OK, (native.DONE, None)))
-        if kind in _OUTCOMES:
-            shared = kind is Done and answer[0].__class__ is Shared
-            reply = Split(number, answer[0]) if shared else frame((number, Status.OK, (_OUTCOMES[kind], *answer)))
-            limit = min(self._ledger.answer_limit, self._ledger.limit)  # for it is kept
-            return reply if len(reply) <= limit else _too_long(number, key, len(reply), limit)
-        if (kind is list or kind is tuple) and answer and answer[0].__class__ is bytes:
-            size, limit = sum(map(len, answer)), self._ledger.answer_limit
-            if size > limit:
-                return _too_long(number, b"", size, limit)
-        return frame((number, Status.OK, answer))
+    def _bounded(self, answer: Any, op: ops.Op | None, name: bytes = b"") -> Any:
+        """Return an answer, or an error in its place if it is too long to send or to keep."""
+        limit = self._budget.answer_limit
+        if answer.__class__ is Done:
+            if answer.answer is None:
+                return answer
+            limit = min(limit, self._budget.limit)  # for it is kept
+            name = op.name if isinstance(op, ops.Act) else name
+        size = weigh(answer)
+        return answer if size <= limit else LimitExceeded(what="answer", key=show(name), size=size, limit=limit)
 
-    def _push(self, number: int, event: Event) -> bytes:
+    def _push(self, watch: int, event: Event) -> Any:
         """Keep and return a push; a client that leaves too many unseen has ended its session by that."""
         if self.over:
-            return b""
-        self._pushed += 1
-        push = frame((0, self._pushed, (number, *event)))
-        self._pushes.append((self._pushed, push))
-        self._count(len(push) + PUSH_BYTES)
+            return LATER
+        self.pushed += 1
+        push = Push(self.pushed, watch, event)
+        self.keep_push(push)
         self.over = bool(self.overdue)
         return push
 
-    def _keep(self, number: int, reply: bytes | Split) -> None:
-        self._kept[number] = reply
-        size, ledger = len(reply), self._ledger
+    def _keep(self, number: int, answer: Any) -> None:
+        self.keep(number, answer, weigh(answer))
+
+    def keep(self, number: int, answer: Any, size: int) -> None:
+        """Keep an answer until it is confirmed."""
+        self.kept[number] = (answer, size)
+        budget = self._budget
         self._kept_bytes += size
-        ledger.kept += reply.hold() if isinstance(reply, Split) else size
-        if len(self._kept) > MAX_KEPT or ledger.kept > ledger.limit:
+        budget.hold(answer, size)
+        if len(self.kept) > MAX_KEPT or budget.kept > budget.limit:
             self.late = True
+
+    def keep_push(self, push: Push) -> None:
+        """Keep a push until it was seen."""
+        self.pushes.append(push)
+        self._count(_weigh_push(push))
 
     def _forget(self, numbers: list[int]) -> None:
         """Keep these answers no more."""
-        size = freed = 0
         for number in numbers:
-            reply = self._kept.pop(number)
-            size += len(reply)
-            freed += reply.let_go() if isinstance(reply, Split) else len(reply)
-        self._kept_bytes -= size
-        self._ledger.kept -= freed
+            answer, size = self.kept.pop(number)
+            self._kept_bytes -= size
+            self._budget.release(answer, size)
 
     def _count(self, size: int) -> None:
         self._kept_bytes += size
-        self._ledger.kept += size
+        self._budget.kept += size
 
     def _seen(self, push: int) -> None:
-        while self._pushes and self._pushes[0][0] <= push:
-            self._count(-len(self._pushes.popleft()[1]) - PUSH_BYTES)
+        while self.pushes and self.pushes[0].push <= push:
+            self._count(-_weigh_push(self.pushes.popleft()))
 
-    def _wait(self, outcome: Any, number: int, timeout_s: float) -> Any:
-        if not isinstance(outcome, Waiter):
-            return outcome
-        if timeout_s <= 0:
-            missing = tuple(outcome.missing)
-            self._engine.drop(outcome)
-            return self._objects.why(outcome) if outcome.want is Want.CALL else TimedOut(missing)
-        self._waiting[number] = outcome
-        return _LATER
+    # Operations that are more than the engine's
 
-    # Operations
-
-    def _get(self, request: native.Get, now: float) -> Any:
-        value = self._engine.get(request.key)
-        if value is not None:
-            return (value,)
-        keys, timeout_s = (request.key,), request.timeout_s
-        outcome = self._engine.wait_values(keys, self, now + timeout_s, request.number)
-        return self._wait(outcome, request.number, timeout_s)
-
-    def _multi_get(self, request: native.MultiGet, now: float) -> Any:
-        number, timeout_s = request.number, request.timeout_s
-        return self._wait(self._engine.wait_values(request.keys, self, now + timeout_s, number), number, timeout_s)
-
-    def _await(self, request: native.Wait, now: float) -> Any:
-        number, timeout_s = request.number, request.timeout_s
-        return self._wait(self._engine.wait(request.keys, self, now + timeout_s, number), number, timeout_s)
-
-    def _take(self, request: native.Take, now: float) -> Any:
-        number, timeout_s = request.number, request.timeout_s
-        outcome = self._engine.wait_item(request.key, self, now + timeout_s, number)
-        if isinstance(outcome, bytes):
-            self._taken[number] = (request.key, outcome)
-        return self._wait(outcome, number, timeout_s)
-
-    def _pop(self, request: native.Pop, now: float) -> Any:
-        item = self._engine.queue_pop(request.key)
+    def _pop(self, op: ops.Pop) -> bytes | None:
+        item: bytes | None = self._engine.execute(op, self)
         if item is not None:
-            self._taken[request.number] = (request.key, item)
+            self.taken[op.number] = (op.key, item)
         return item
 
-    def _arrive(self, request: native.Arrive, now: float) -> Any:
-        number, timeout_s = request.number, request.timeout_s
-        outcome = self._engine.barrier(request.key, request.size, self, now + timeout_s, number)
-        return self._wait(outcome, number, timeout_s)
+    def _take(self, op: ops.Take) -> Any:
+        answer = self._engine.execute(op, self)
+        if answer.__class__ is bytes:
+            self.taken[op.number] = (op.key, answer)
+        return answer
 
-    def _act(self, request: native.Act, now: float) -> Any:
-        number, timeout_s = request.number, request.timeout_s
-        call = Call(request.member, self.serial, request.call, self.name, self.former)
-        outcome = self._objects.act(request.name, call, request.command, self, now, timeout_s, number)
-        return self._wait(outcome, number, timeout_s)
+    def _await(self, op: ops.Await) -> Any:
+        answer = self._engine.execute(op, self)
+        if isinstance(answer, Turn):
+            self.turns[op.number] = answer
+        return answer
 
-    def _watch(self, request: native.Watch, now: float) -> Any:
-        self._watches[request.number] = self._engine.watch(request.prefix, self, request.number)
+    def _draw(self, op: ops.Draw) -> Any:
+        drawn = self._engine.execute(op, self)
+        if drawn.item is not None:
+            self.taken[op.number] = (op.key, drawn.item)
+        turn = self.turns.pop(op.turn, None)
+        if turn is not None:
+            self._engine.drop(turn)
+        return drawn
 
-    def _drop(self, request: native.Drop, now: float) -> Any:
-        held = self._waiting.pop(request.target, None) or self._watches.pop(request.target, None)
+    def _act(self, op: ops.Act) -> Any:
+        call = Call(op.member, self.tag, op.call, self.name, self.former)
+        outcome = self._objects.act(op.name, call, op.command, self, op.timeout_s, op.number)
+        if isinstance(outcome, Waiter) and op.timeout_s <= 0:
+            self._engine.drop(outcome)
+            return self._objects.why(outcome)
+        return outcome
+
+    def _watch(self, op: ops.Watch) -> None:
+        self.watches[op.number] = self._engine.watch(op.prefix, self, op.number)
+
+    def _drop(self, op: ops.Drop) -> None:
+        target = op.target
+        held: Waiter | Watch | Turn | None = self.waiting.pop(target, None)
+        if isinstance(held, Waiter) and held.reads:
+            self._engine.drop(held)
+            held = None
+        held = held or self.watches.pop(target, None) or self.turns.pop(target, None)
         if held is not None:
             self._engine.drop(held)
-        elif request.target in self._taken:  # its taker was interrupted: it goes back to the front
-            self._engine.queue_push(*self._taken.pop(request.target), front=True)
+            if isinstance(held, Waiter) and held.want is Want.CALL:
+                self._objects.forget(held)
+        elif target in self.taken:  # its taker was interrupted: it goes back to the front
+            key, item = self.taken.pop(target)
+            self._engine.push(key, item, front=True)
 
-    def _confirm(self, request: native.Confirm, now: float) -> Any:
-        still = set(request.open)
-        numbers = [number for number in self._kept if number <= request.last and number not in still]
+    def _confirm(self, op: ops.Confirm) -> Any:
+        still = frozenset(op.open)
+        numbers = [number for number in self.kept if number <= op.last and number not in still]
         self._forget(numbers)
-        if self._taken:
+        if self.taken:
             for number in numbers:
-                self._taken.pop(number, None)
-        self._seen(request.pushes)
+                self.taken.pop(number, None)
+        self._seen(op.pushes)
         self.late = bool(self.overdue)
-        return _LATER
+        return LATER
 
-    def _lease(self, request: native.Lease, now: float) -> Any:
-        self._engine.set(request.key, request.value, self)
-        self._still(request.key)
-        if request.ttl_s:
-            size = len(self._beats)
+    def _lease(self, op: ops.Lease) -> None:
+        self._engine.execute(op, self)
+        self.ttls.pop(op.key, None)
+        if op.ttl_s:
+            size = len(self.ttls)
             if size >= 64 and not size & (size - 1):  # each time their number has doubled
-                self._forget_beats()
-            self._beats[request.key] = (request.ttl_s, now + request.ttl_s)
-            self._beating[self] = None
+                self.ttls = self.live_ttls()
+            self.ttls[op.key] = op.ttl_s
 
-    def _unlease(self, request: native.Unlease, now: float) -> Any:
-        self._still(request.key)
-        return self._engine.unlease(request.key, self)
+    def _unlease(self, op: ops.Unlease) -> bool:
+        self.ttls.pop(op.key, None)
+        return self._engine.unlease(op.key, self)
 
-    def _still(self, key: bytes) -> None:
-        """Expect no heartbeat for a lease any more."""
-        if self._beats.pop(key, None) and not self._beats:
-            self._beating.pop(self, None)
-
-    def _beat(self, request: native.Beat, now: float) -> Any:
-        self._forget_beats()
-        self._beats = {key: (ttl_s, now + ttl_s) for key, (ttl_s, _) in self._beats.items()}
-        return _LATER
-
-    def _forget_beats(self) -> None:
-        """Expect no heartbeat for keys that were deleted or written by others; they are leases no more."""
-        for key in self._beats.keys() - self.leases:
-            self._still(key)
-
-    def _bye(self, request: native.Bye, now: float) -> Any:
-        self._taken.clear()  # who says goodbye has seen its answers
+    def _bye(self, op: ops.Bye) -> None:
+        self.taken.clear()  # who says goodbye has seen its answers
         self.over = True
 
-
-def _error(number: int, error: StoreError) -> bytes:
-    return frame((number, Status.ERROR, (type(error).__name__, error.__dict__)))
-
-
-def _too_long(number: int, key: bytes, size: int, limit: int) -> bytes:
-    return _error(number, LimitExceeded(what="answer", key=show(key), size=size, limit=limit))
+    def _beat(self, op: ops.Beat) -> Any:
+        return LATER  # heartbeats are the host's, who has the clock
 
 
-_LATER = object()
-_OUTCOMES: dict[type, int] = {Done: native.DONE, Refused: native.REFUSED, Waiting: native.WAITING}
-_SMALL = frozenset((int, bool, type(None)))
-_READS = frozenset(native.READS)
-_UNNUMBERED = (native.Confirm, native.Beat)
-_DO: dict[type[Request], Callable[[Session, Any, float], Any]] = {
-    native.Set: lambda s, r, now: s._engine.set(r.key, r.value),
-    native.Get: Session._get,
-    native.Add: lambda s, r, now: s._engine.add(r.key, r.amount),
-    native.Check: lambda s, r, now: s._engine.check(r.keys),
-    native.Wait: Session._await,
-    native.MultiGet: Session._multi_get,
-    native.MultiSet: lambda s, r, now: s._engine.multi_set(r.pairs),
-    native.Append: lambda s, r, now: s._engine.append(r.key, r.value),
-    native.CompareSet: lambda s, r, now: s._engine.compare_set(r.key, r.expected, r.desired),
-    native.Swap: lambda s, r, now: s._engine.swap(r.key, r.expected, r.desired),
-    native.Delete: lambda s, r, now: s._engine.delete(r.key),
-    native.DeletePrefix: lambda s, r, now: s._engine.delete_prefix(r.prefix),
-    native.Count: lambda s, r, now: s._engine.num_keys(r.prefix),
-    native.List: lambda s, r, now: s._engine.list_keys(r.prefix),
-    native.Push: lambda s, r, now: s._engine.queue_push(r.key, r.value),
-    native.Pop: Session._pop,
-    native.Take: Session._take,
-    native.QueueLen: lambda s, r, now: s._engine.queue_len(r.key),
-    native.Arrive: Session._arrive,
-    native.Act: Session._act,
-    native.Lease: Session._lease,
-    native.Unlease: Session._unlease,
-    native.Beat: Session._beat,
-    native.Watch: Session._watch,
-    native.Drop: Session._drop,
-    native.Confirm: Session._confirm,
-    native.Ping: lambda s, r, now: None,
-    native.Bye: Session._bye,
+def _weigh_push(push: Push) -> int:
+    event = push.event
+    return PUSH_BYTES + len(event.key) + (len(event.value) if event.value is not None else 0)
+
+
+_LONG: frozenset[type[Any]] = frozenset((list, tuple, Done, Waiting))
+_SPECIAL: dict[type[ops.Op], Callable[[Session, Any], Any]] = {
+    ops.Pop: Session._pop,
+    ops.Take: Session._take,
+    ops.Await: Session._await,
+    ops.Draw: Session._draw,
+    ops.Act: Session._act,
+    ops.Watch: Session._watch,
+    ops.Drop: Session._drop,
+    ops.Confirm: Session._confirm,
+    ops.Lease: Session._lease,
+    ops.Unlease: Session._unlease,
+    ops.Bye: Session._bye,
+    ops.Beat: Session._beat,
 }
+
+
+class Visitor:
+    """One PyTorch client: what it waits for, and the turn that it has."""
+
+    __slots__ = ("_engine", "link", "namespace", "serial", "turn", "waiter")
+
+    def __init__(self, serial: int, namespace: int, engine: Engine) -> None:
+        self.serial = serial
+        """Unique among the owners of a state, and negative, as no session's is."""
+
+        self.namespace = namespace
+        self.waiter: Waiter | None = None
+        self.turn: Turn | None = None
+        self.link: Any = None
+        self._engine = engine
+
+    @property
+    def holds(self) -> bool:
+        """Whether the state has something of it."""
+        return self.turn is not None or (self.waiter is not None and not self.waiter.reads)
+
+    @property
+    def waits_for(self) -> tuple[bytes, ...]:
+        """The keys that this client waits for."""
+        return tuple(self.waiter.keys) if self.waiter is not None else ()
+
+    def changes(self, op: ops.Op) -> bool:
+        """Return whether an operation changes the state, so that a log must have it."""
+        kind = op.__class__
+        if self.holds:
+            return kind.changes or self.turn is not None or kind in _REPLACES
+        if isinstance(op, ops.Await):
+            return not self._engine.holds(op.key)
+        return kind.changes and kind is not ops.Drop
+
+    def execute(self, op: ops.Op) -> Any:
+        """Carry out a request; return its answer, `LATER`, or the error that ends the connection. Never raises."""
+        kind = op.__class__
+        if self.turn is not None and kind is not ops.Draw:
+            self._end_turn()  # with the next request; when that draws, after it
+        if self.waiter is not None and kind in _REPLACES:
+            self._engine.drop(self.waiter)
+            self.waiter = None
+        if kind is ops.Drop:
+            return None
+        try:
+            answer = self._engine.execute(op, self)
+        except StoreError as error:
+            return error
+        if answer.__class__ is Waiter:
+            self.waiter = answer
+            return LATER
+        if answer.__class__ is Turn:
+            self.turn = answer
+        elif self.turn is not None:
+            self._end_turn()
+        return answer
+
+    def answer(self, handle: Waiter | Watch, answer: Any) -> Any:
+        """Return what to send when the engine answered the wait."""
+        if handle is not self.waiter:
+            return LATER
+        self.waiter = None
+        if isinstance(answer, Turn):
+            self.turn = answer
+        return answer
+
+    def take_back(self, number: int) -> None:
+        """Take back a turn that was not used."""
+        if self.turn is not None and self.turn.number == number:
+            self._end_turn()
+
+    def end(self) -> None:
+        """Drop its wait and its turn."""
+        self.waiter = self.turn = None
+        self._engine.end(self)
+
+    def _end_turn(self) -> None:
+        turn, self.turn = self.turn, None
+        if turn is not None:
+            self._engine.drop(turn)
+
+
+_REPLACES = frozenset((ops.Await, ops.Wait, ops.Arrive, ops.Drop))
+"""A client has one wait at most, so a new one takes the place of the old."""

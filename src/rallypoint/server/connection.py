@@ -2,7 +2,7 @@
 
 The first bytes decide: our preface, or any other greeting in PyTorch's protocol, which both begin with 0; a capital
 letter is an HTTP method. Anything else is dropped, and so is who does not finish its greeting in time. Whoever reads
-slower than it asks is not read from until it has caught up, so what is held for it stays bounded; `House` adds up
+slower than it asks is not read from until it has caught up, so what is held for it stays bounded; the server adds up
 what all hold. One that reads nothing at all is cut by the kernel, and one whose host is gone by us (`liveness.py`).
 """
 
@@ -13,28 +13,27 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rallypoint import net
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.ledger import Split
-from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.core.records import show
 from rallypoint.liveness import PeerWatch
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.native import ACCEPTED, PREFACE, SharedReply
 
 if TYPE_CHECKING:
-    from rallypoint.server.house import House
+    from rallypoint.server.base import ServerBase
 
-__all__ = ["Connection", "Face"]
+__all__ = ["Connection", "ProtocolHandler"]
 
 
 _SPEAKS = {
     "NoneType": "nothing yet",
-    "Caller": "rallypoint",
+    "NativeConnection": "rallypoint",
     "GatewayCaller": "rallypoint",
-    "Conversation": "torch",
+    "C10dConnection": "torch",
     "GatewayConversation": "torch",
 }
 
 
-class Face(Protocol):
+class ProtocolHandler(Protocol):
     """The server's end of one protocol on one connection."""
 
     @property
@@ -59,10 +58,10 @@ class Face(Protocol):
 class Connection(asyncio.Protocol):
     """The server's side of one socket."""
 
-    __slots__ = ("_early", "_held", "_house", "_shared", "_stalled", "_transport", "_watch", "face", "paused")
+    __slots__ = ("_early", "_held", "_server", "_shared", "_stalled", "_transport", "_watch", "handler", "paused")
 
-    def __init__(self, house: House) -> None:
-        self._house = house
+    def __init__(self, server: ServerBase) -> None:
+        self._server = server
         self.paused = False
         """Whether the peer has to read before more is written for it."""
 
@@ -71,13 +70,13 @@ class Connection(asyncio.Protocol):
         self._shared = 0  # of what was written since the transport was last able to keep up, what others get too
         self._early = b""
         self._watch: PeerWatch | None = None
-        self.face: Face | None = None
+        self.handler: ProtocolHandler | None = None
 
     # What asyncio calls
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
-        self._house.arrived(self)
+        self._server.arrived(self)
         if not transport.is_closing():
             self._watch = net.watch(asyncio.get_running_loop(), transport, self._vanished)
 
@@ -85,57 +84,61 @@ class Connection(asyncio.Protocol):
         if self._watch is not None:
             self._watch.stop()
             self._watch = None
-        if self.face is not None:
-            self.face.end(time.monotonic())
-            self.face = None
+        if self.handler is not None:
+            self.handler.end(time.monotonic())
+            self.handler = None
         self._hold(0)
-        self._house.left(self)
+        self._server.left(self)
 
     def data_received(self, data: bytes) -> None:
-        face = self.face
-        if face is None:
+        handler = self.handler
+        if handler is None:
             data = self._recognise(self._early + data)
-            face = self.face
-            if face is None:
+            handler = self.handler
+            if handler is None:
                 return
-        house = self._house
-        engine = house.engine
         try:
-            reply = face.receive(data, time.monotonic())
+            reply = handler.receive(data, time.monotonic())
         except BadMessage as error:
             self.drop(str(error))
-            reply = b""
-        if engine.outbox:  # first those who have waited: the caller would only compete with them
-            house.deliver()
+            return
         if reply:
             self._transport.write(reply)
-        if face.held or self._held or len(reply) > 65536:
-            self._settle(face)
-        if engine.earliest < house.ticks_at:
-            house.tick()
+        if handler.held or self._held or len(reply) > 65536:
+            self._settle(handler)
 
     def pause_writing(self) -> None:
         self.paused = True
         self._transport.pause_reading()
-        if self.face is not None:
-            self._hold(self.face.held + self._unsent())
+        if self.handler is not None:
+            self._hold(self.handler.held + self._unsent())
 
     def resume_writing(self) -> None:
         self.paused = False
         self._shared = 0
-        self._go_on()
+        self.go_on()
 
-    # What the house calls
+    # What the server and protocol handlers call
 
-    def send(self, data: bytes | Split) -> None:
+    def send(self, data: bytes | SharedReply) -> None:
         """Send an answer that became ready later; of what others get too, no copy is made, and it is counted once."""
-        if isinstance(data, Split):
-            self._shared += len(data.body.data)  # first, for the transport may call pause_writing
-            self._transport.writelines((data.head, data.body.data))
+        if self._transport.is_closing():  # uvloop's would raise
+            return
+        if isinstance(data, SharedReply):
+            self._shared += len(data.body)  # first, for the transport may call pause_writing
+            self._transport.writelines((data.head, data.body))
             if not self.paused:  # it keeps up
                 self._shared = 0
         else:
             self._transport.write(data)
+        if self.paused:
+            self.recount()
+
+    def send_parts(self, parts: list[bytes]) -> None:
+        """Send a long answer, of which no copy is made."""
+        if not self._transport.is_closing():
+            self._transport.writelines(parts)
+            self.recount()
 
     @property
     def closing(self) -> bool:
@@ -152,16 +155,16 @@ class Connection(asyncio.Protocol):
         """Read again after `stall`."""
         if self._stalled:
             self._stalled = False
-            self._go_on()
+            self.go_on()
 
     def recount(self) -> None:
         """Count again what is held for the peer, where that changes without anything having come from it."""
-        if self.face is not None and not self._transport.is_closing():
-            self._hold(self.face.held + self._unsent())
+        if self.handler is not None and not self._transport.is_closing():
+            self._hold(self.handler.held + self._unsent())
 
     def drop(self, why: str) -> None:
         """Close the connection because of what the peer did, and say so in the log."""
-        self._house.complain(self, why)
+        self._server.complain(self, why)
         self._hold(0)
         self._transport.abort()
 
@@ -176,48 +179,48 @@ class Connection(asyncio.Protocol):
 
     def greeted(self) -> bool:
         """Say whether the peer has said who it is, to the end."""
-        return self.face is not None and self.face.greeted
+        return self.handler is not None and self.handler.greeted
 
     def describe(self) -> dict[str, Any]:
         """Return who this is, which protocol it speaks, and what it waits for."""
-        speaks = _SPEAKS.get(type(self.face).__name__, "http")
-        waits_for: tuple[bytes, ...] = getattr(self.face, "waits_for", ())
+        speaks = _SPEAKS.get(type(self.handler).__name__, "http")
+        waits_for: tuple[bytes, ...] = getattr(self.handler, "waits_for", ())
         return {"peer": self.who(), "speaks": speaks, "waits_for": [show(key) for key in waits_for[:100]]}
 
     # Inside
 
     def _recognise(self, data: bytes) -> bytes:
-        """Find out who calls, if that can be said yet; return what is then for its face."""
-        house = self._house
+        """Find out who calls, if that can be said yet; return what is then for its handler."""
+        server = self._server
         if data.startswith(PREFACE):
             self._transport.write(ACCEPTED)
-            self.face = house.native_face(self)
+            self.handler = server.native_handler(self)
             data = data[len(PREFACE) :]
         elif PREFACE.startswith(data):  # may become ours, or PyTorch's, which begins alike
             self._early = data
             return b""
         elif data[0] == 0:
-            self.face = house.torch_face(self)
+            self.handler = server.torch_handler(self)
         elif 65 <= data[0] <= 90:
-            from rallypoint.server.http import WebFace  # only when somebody looks
+            from rallypoint.server.http import HttpHandler  # only when somebody looks
 
-            self.face = WebFace(house, self)
+            self.handler = HttpHandler(server, self)
         else:
             self.drop(f"first bytes {data[:16]!r} are of no protocol spoken here")
             return b""
         self._early = b""
         return data
 
-    def _settle(self, face: Face) -> None:
+    def _settle(self, handler: ProtocolHandler) -> None:
         """Count what is held for the peer, and read no more from one that has to take its answers first."""
-        self._hold(face.held + self._unsent())
-        if face.blocked:
+        self._hold(handler.held + self._unsent())
+        if handler.blocked:
             self._transport.pause_reading()
             if not self.paused:
-                asyncio.get_running_loop().call_soon(self._go_on)
+                asyncio.get_running_loop().call_soon(self.go_on)
 
     def _vanished(self, silent_s: float) -> None:
-        self._house.vanished(self, silent_s)
+        self._server.vanished(self, silent_s)
         self._hold(0)
         self._transport.abort()
 
@@ -225,18 +228,18 @@ class Connection(asyncio.Protocol):
         """Return how many bytes are written and not sent, but for those that the sessions' ledger counts."""
         return max(0, self._transport.get_write_buffer_size() - self._shared)
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
         """After answers were sent: carry out what waited for that, then read on."""
-        if self.paused or self.face is None or self._transport.is_closing():
+        if self.paused or self.handler is None or self._transport.is_closing():
             return
-        blocked = self.face.blocked
+        blocked = self.handler.blocked
         if blocked:
             self.data_received(b"")
-        if self.face is not None and not self.face.blocked:
-            self._hold(self.face.held)
+        if self.handler is not None and not self.handler.blocked:
+            self._hold(self.handler.held)
             if not self.paused and not self._stalled:
                 self._transport.resume_reading()
 
     def _hold(self, amount: int) -> None:
         grown, self._held = amount - self._held, amount
-        self._house.hold(self, amount, grown)
+        self._server.hold(self, amount, grown)

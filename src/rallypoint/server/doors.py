@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rallypoint import net
 
 if TYPE_CHECKING:
-    from rallypoint.server.house import House
+    from rallypoint.server.gateway import Gateway
 
 __all__ = ["Doors", "TooLate", "TooMany"]
 
@@ -41,14 +41,14 @@ class _Door(NamedTuple):
     listening: int
     """How many sockets it listens on."""
 
-    house: House
+    house: Gateway
     opening: asyncio.Task[None]
 
 
 class Doors:
     """The doors of one server, by the name of a run."""
 
-    def __init__(self, house: House) -> None:
+    def __init__(self, house: Gateway) -> None:
         self._house = house
         self._doors: dict[str, _Door] = {}
         self._closing: set[asyncio.Task[None]] = set()

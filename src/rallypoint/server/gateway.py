@@ -1,9 +1,9 @@
 """A server whose state is in etcd: the same port, protocols and pages; any number of them are one store.
 
-`Gateway` is a `House` with other faces: `gateway_torch.py` for PyTorch's clients, `gateway_caller.py` for ours, whose
-sessions are in etcd too (`gateway_session.py`), so that a client may go on at another gateway. The house's own engine
-stays empty. A door's store is under `doors/RUN/ROUND` of the gateway's: the doors of one round of one run are the same
-store at all gateways. Leased keys of that name say at which of them it is open; who closes the last one empties it.
+`Gateway` is a server with other handlers: `gateway_torch.py` for PyTorch's clients, `gateway_caller.py` for ours, whose
+sessions are in etcd too (`gateway_session.py`), so that a client may go on at another gateway. A door's store is under
+`doors/RUN/ROUND` of the gateway's: the doors of one round of one run are the same store at all gateways. Leased keys of
+that name say at which of them it is open; who closes the last one empties it.
 
 PyTorch's clients have no sessions. What they write is proved in the gateway's own (`Desk`), which is also ready to see
 to what sessions that died have left (`etcd/executor.py`).
@@ -19,20 +19,21 @@ import contextlib
 import logging
 import secrets
 import socket
+import time
 import urllib.parse
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rallypoint import net
-from rallypoint.core.ledger import Ledger
+from rallypoint.core.session import ReplyBudget
 from rallypoint.deadline import Deadline
-from rallypoint.errors import NetworkError, RallypointError, SessionLost
+from rallypoint.errors import AddressTaken, NetworkError, RallypointError, SessionLost
 from rallypoint.etcd.executor import Executor
-from rallypoint.server.connection import Connection, Face
+from rallypoint.server.base import RESERVE_BYTES, ServerBase
+from rallypoint.server.connection import Connection, ProtocolHandler
+from rallypoint.server.doors import Doors, TooLate, TooMany
 from rallypoint.server.gateway_caller import GatewayCaller, GatewaySessions
 from rallypoint.server.gateway_torch import GatewayConversation
-from rallypoint.server.guests import Guests
-from rallypoint.server.house import RESERVE_BYTES, House
 from rallypoint.server.lines import Lines
 from rallypoint.server.settings import Settings
 
@@ -114,7 +115,7 @@ class Desk:
             await self._session.end()
 
 
-class Gateway(House):
+class Gateway(ServerBase):
     """Everything one gateway holds: who is connected, and what of theirs is under way."""
 
     space: Space
@@ -131,6 +132,11 @@ class Gateway(House):
     ) -> None:
         self._tasks: set[asyncio.Task[Any]] = set()
         super().__init__(settings, front)
+        budget = ReplyBudget(settings.max_connection_memory, max(settings.max_memory // 4, RESERVE_BYTES))
+        self.guests = GatewaySessions(self, budget)
+        self.guests.limit = settings.max_sessions
+        self.doors = Doors(self)
+        self._expiry: asyncio.TimerHandle | None = None
         self._connect = connect
         self._execute = execute
         self._name = name  # of the door
@@ -155,6 +161,7 @@ class Gateway(House):
 
     async def close(self) -> None:
         """Stop listening, hang up on all, see through what was begun, and leave the sessions to other gateways."""
+        await self.doors.close_all()
         await super().close()
         deadline = Deadline(CLOSE_S)
         while (self.lingering or self._connections) and not deadline.expired():
@@ -217,31 +224,62 @@ class Gateway(House):
 
     # What is other than in a house of its own
 
-    def receive_guests(self, ledger: Ledger) -> Guests:
-        self.guests = GatewaySessions(self, ledger)
-        return self.guests
-
-    def torch_face(self, connection: Connection) -> Face:
+    def torch_handler(self, connection: Connection) -> ProtocolHandler:
         return GatewayConversation(self, connection, self.settings.max_connection_memory)
 
-    def native_face(self, connection: Connection) -> Face:
+    def native_handler(self, connection: Connection) -> ProtocolHandler:
         return GatewayCaller(self, connection, self.settings.max_connection_memory)
 
-    def behind(self, name: str, scope: int) -> House:
+    def behind(self, name: str, scope: int) -> Gateway:
         async def below() -> Space:
             return self.space.below(place)
 
         place = f"doors/{urllib.parse.quote(name, safe='')}/{scope}"
         return Gateway(self.settings, below, self, self._execute, f"{place}/{secrets.token_hex(4)}")
 
-    def sweep_turns(self) -> None:
+    def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
+        try:
+            done(self.doors.open(name, scope, number))
+        except (TooLate, TooMany, AddressTaken) as error:
+            done(error)
+
+    def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
+        done(self.doors.close(name, scope))
+
+    @property
+    def in_rounds(self) -> int:
+        return self.doors.connections
+
+    def held_bytes(self) -> int:
+        return self.guests.ledger.kept
+
+    def describe_sessions(self) -> Sequence[Any]:
+        return list(self.guests)
+
+    def left(self, connection: Connection) -> None:
+        super().left(connection)
+        self._expire()
+
+    def _expire(self) -> None:
+        """End the sessions whose grace is over, and look again when the next one's is."""
+        now = time.monotonic()
+        self.guests.expire(now)
+        if self._expiry is not None:
+            self._expiry.cancel()
+        ends_at = self.guests.next_end()
+        loop = asyncio.get_running_loop()
+        self._expiry = loop.call_later(max(0.0, ends_at - now), self._expire) if ends_at < float("inf") else None
+
+    def sweep(self) -> None:
         self.lines.sweep()
+        self._expire()
 
     def holdings(self) -> dict[str, Any]:
         return {
             "engine": self.space.name if hasattr(self, "space") else "etcd",
             "trouble": self.trouble,
-            "sessions_here": len(self.sessions),
-            "waiting": sum(getattr(connection.face, "waiting", 0) for connection in self._connections),
+            "doors": self.doors.statistics(),
+            "sessions_here": len(self.guests),
+            "waiting": sum(getattr(connection.handler, "waiting", 0) for connection in self._connections),
             "under_way": len(self._tasks),
         }

@@ -16,13 +16,11 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from rallypoint.core import native
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.caller import misunderstood
-from rallypoint.core.ledger import Ledger
-from rallypoint.core.native import GARBLED, Frames, Hello, Status, Welcome, frame
-from rallypoint.core.session import decode_request
+from rallypoint.core.records import Status
+from rallypoint.core.session import ReplyBudget
 from rallypoint.errors import RallypointError
+from rallypoint.protocol import BadMessage, native
+from rallypoint.protocol.native import GARBLED, Frames, Hello, Welcome, decode_request, frame, misunderstood
 from rallypoint.server.gateway_session import GatewaySession
 
 if TYPE_CHECKING:
@@ -169,9 +167,8 @@ class GatewaySessions:
     """The sessions that are here, or away in their grace."""
 
     limit = 1 << 62
-    refused = 0
 
-    def __init__(self, gateway: Gateway, ledger: Ledger) -> None:
+    def __init__(self, gateway: Gateway, ledger: ReplyBudget) -> None:
         self.ledger = ledger
         self._gateway = gateway
         self._sessions: dict[bytes, GatewaySession] = {}
@@ -199,7 +196,7 @@ class GatewaySessions:
             if session is None:
                 return self._refuse("it knows no such session, which has ended or was another store's")
         elif len(self._sessions) >= self.limit:
-            self.refused += 1
+            self._gateway.refused_sessions += 1
             why = f"it has {len(self._sessions)} sessions, and no more are allowed (serve --max-sessions)"
             return self._refuse(why)
         else:

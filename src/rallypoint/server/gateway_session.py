@@ -13,7 +13,7 @@ it ends the session, which does nothing if another gateway has taken it over. Wh
 for its time, in which the client has to come to another one.
 
 Watches are the gateway's: those that began at another one are not known here, and the client asks for them again, from
-where they were (`native.Watch`); if etcd has compacted what is missing, the session ends: so the client hears of it.
+where they were (`ops.Watch`); if etcd has compacted what is missing, the session ends: so the client hears of it.
 Heartbeats of leases are the gateway's, too: after a move, leases hang on the session alone.
 """
 
@@ -26,14 +26,14 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rallypoint.core import native
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.ledger import Ledger
-from rallypoint.core.native import Request, Status, frame
-from rallypoint.core.records import Event, TimedOut
+from rallypoint.core import ops
+from rallypoint.core.records import Event, Status, TimedOut
+from rallypoint.core.session import ReplyBudget
 from rallypoint.deadline import Deadline
 from rallypoint.errors import LimitExceeded, RallypointError, SessionLost, Unsupported
 from rallypoint.etcd.watcher import PLACES
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.native import frame
 
 if TYPE_CHECKING:
     from rallypoint.etcd.session import Mark, Session
@@ -64,7 +64,7 @@ class _Asked(NamedTuple):
 class GatewaySession:
     """What this gateway knows of one client that is here, or was a moment ago."""
 
-    def __init__(self, gateway: Gateway, session: Session, pushes_seen: int, ledger: Ledger) -> None:
+    def __init__(self, gateway: Gateway, session: Session, pushes_seen: int, ledger: ReplyBudget) -> None:
         self.id = session.id
         self.name = session.name
         self.etcd = session
@@ -120,15 +120,17 @@ class GatewaySession:
             return ""
         return f"{len(self._kept)} answers, {len(self._pushes)} pushes, {self._kept_bytes} bytes are unconfirmed"
 
-    def request(self, request: Request, size: int, now: float) -> bytes:
+    def request(self, request: ops.Op, size: int, now: float) -> bytes:
         """Begin with a request; return its answer if that is known, or nothing where it comes later."""
         number, kind = request.number, request.__class__
-        if kind is native.Confirm:
+        if kind is ops.Confirm:
             self._confirm(request)
             return b""
-        if kind is native.Beat:
+        if kind is ops.Beat:
             self._beats = {key: (ttl_s, now + ttl_s) for key, (ttl_s, _) in self._beats.items()}
             return b""
+        if kind not in _DO:
+            raise BadMessage(f"{kind.__name__} is not spoken here")
         if number <= 0:
             raise BadMessage(f"{kind.__name__} has number {number}, and requests count from 1")
         if number in self._asked:
@@ -154,7 +156,7 @@ class GatewaySession:
     def suspend(self) -> None:
         """While the client is away, let others have the items that it waits for; it asks again when it comes back."""
         for number, task in list(self._apart.items()):
-            if isinstance(self._asked[number].request, native.Take):
+            if isinstance(self._asked[number].request, ops.Take):
                 self._suspended.add(number)
                 task.cancel()
 
@@ -164,7 +166,7 @@ class GatewaySession:
         request = asked.request
         self._asked[request.number] = asked
         self.held += asked.size
-        if isinstance(request, native.Drop) and (request.target in self._asked or request.target in self._taken):
+        if isinstance(request, ops.Drop) and (request.target in self._asked or request.target in self._taken):
             self._dropped.add(request.target)
         if self._worker is None and request.__class__ not in _CHANGES:
             self._run_apart(asked)
@@ -397,40 +399,38 @@ class GatewaySession:
 
 
 _Do = Callable[[GatewaySession, _Asked], Awaitable[Any]]
-_CHANGES: dict[type[Request], _Do] = {
-    native.Set: lambda s, a: s._space.set(s._mark(a), a.request.key, a.request.value),
-    native.Add: lambda s, a: s._space.add(s._mark(a), a.request.key, a.request.amount),
-    native.MultiSet: lambda s, a: s._space.multi_set(s._mark(a), a.request.pairs),
-    native.Append: lambda s, a: s._space.append(s._mark(a), a.request.key, a.request.value),
-    native.CompareSet: lambda s, a: s._space.compare_set(
-        s._mark(a), a.request.key, a.request.expected, a.request.desired
-    ),
-    native.Swap: lambda s, a: s._space.swap(s._mark(a), a.request.key, a.request.expected, a.request.desired),
-    native.Delete: lambda s, a: s._space.delete(s._mark(a), a.request.key),
-    native.DeletePrefix: lambda s, a: s._space.delete_prefix(s._mark(a), a.request.prefix),
-    native.Push: lambda s, a: s._space.queue_push(s._mark(a), a.request.key, a.request.value),
-    native.Pop: lambda s, a: s._space.queue_pop(s._mark(a), a.request.key),
-    native.Lease: GatewaySession._lease,
-    native.Unlease: GatewaySession._unlease,
-    native.Watch: GatewaySession._watch,
-    native.Drop: GatewaySession._drop,
-    native.Act: GatewaySession._act,
-    native.Bye: GatewaySession._bye,
+_CHANGES: dict[type[ops.Op], _Do] = {
+    ops.Set: lambda s, a: s._space.set(s._mark(a), a.request.key, a.request.value),
+    ops.Add: lambda s, a: s._space.add(s._mark(a), a.request.key, a.request.amount),
+    ops.MultiSet: lambda s, a: s._space.multi_set(s._mark(a), a.request.pairs),
+    ops.Append: lambda s, a: s._space.append(s._mark(a), a.request.key, a.request.value),
+    ops.CompareSet: lambda s, a: s._space.compare_set(s._mark(a), a.request.key, a.request.expected, a.request.desired),
+    ops.Swap: lambda s, a: s._space.swap(s._mark(a), a.request.key, a.request.expected, a.request.desired),
+    ops.Delete: lambda s, a: s._space.delete(s._mark(a), a.request.key),
+    ops.DeletePrefix: lambda s, a: s._space.delete_prefix(s._mark(a), a.request.prefix),
+    ops.Push: lambda s, a: s._space.queue_push(s._mark(a), a.request.key, a.request.value),
+    ops.Pop: lambda s, a: s._space.queue_pop(s._mark(a), a.request.key),
+    ops.Lease: GatewaySession._lease,
+    ops.Unlease: GatewaySession._unlease,
+    ops.Watch: GatewaySession._watch,
+    ops.Drop: GatewaySession._drop,
+    ops.Act: GatewaySession._act,
+    ops.Bye: GatewaySession._bye,
 }
 """What is carried out in order."""
 
-_DO: dict[type[Request], _Do] = {
+_DO: dict[type[ops.Op], _Do] = {
     **_CHANGES,
-    native.Get: lambda s, a: s._space.wait_values((a.request.key,), a.deadline),
-    native.MultiGet: lambda s, a: s._space.wait_values(a.request.keys, a.deadline),
-    native.Wait: lambda s, a: s._space.wait(a.request.keys, a.deadline),
-    native.Check: lambda s, a: s._space.check(a.request.keys),
-    native.Count: lambda s, a: s._space.num_keys(a.request.prefix),
-    native.List: lambda s, a: s._space.list_keys(a.request.prefix),
-    native.QueueLen: lambda s, a: s._space.queue_len(a.request.key),
-    native.Ping: GatewaySession._ping,
-    native.Take: lambda s, a: s._space.wait_item(s._mark(a), a.request.key, a.deadline),
-    native.Arrive: lambda s, a: s._space.barrier(s._mark(a), a.request.key, a.request.size, a.deadline),
+    ops.Get: lambda s, a: s._space.wait_values((a.request.key,), a.deadline),
+    ops.MultiGet: lambda s, a: s._space.wait_values(a.request.keys, a.deadline),
+    ops.Wait: lambda s, a: s._space.wait(a.request.keys, a.deadline),
+    ops.Check: lambda s, a: s._space.check(a.request.keys),
+    ops.Count: lambda s, a: s._space.num_keys(a.request.prefix),
+    ops.List: lambda s, a: s._space.list_keys(a.request.prefix),
+    ops.QueueLen: lambda s, a: s._space.queue_len(a.request.key),
+    ops.Ping: GatewaySession._ping,
+    ops.Take: lambda s, a: s._space.wait_item(s._mark(a), a.request.key, a.deadline),
+    ops.Arrive: lambda s, a: s._space.barrier(s._mark(a), a.request.key, a.request.size, a.deadline),
 }
-_READS = frozenset(native.READS)
-_TAKERS = (native.Pop, native.Take)
+_READS = frozenset(kind for kind in _DO if not kind.changes) | {ops.Ping}
+_TAKERS = (ops.Pop, ops.Take)

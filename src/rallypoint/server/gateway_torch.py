@@ -19,10 +19,11 @@ from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from rallypoint.core.c10d import FIELD_BYTES, MAGIC, BadMessage, Op, Partial
 from rallypoint.core.records import Turn
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.c10d import FIELD_BYTES, MAGIC, Opcode, Partial
 
 if TYPE_CHECKING:
     from rallypoint.etcd.session import Mark
@@ -109,12 +110,12 @@ class GatewayConversation:
             if self._partial is None:
                 self._partial = Partial(data[at], self._limit)
                 at += 1
-                if (self._partial.op == Op.VALIDATE) == self.greeted:
+                if (self._partial.op == Opcode.VALIDATE) == self.greeted:
                     raise BadMessage("a second greeting" if self.greeted else "no greeting")
             at, whole = self._partial.feed(data, at)
             if whole:
                 partial, self._partial = self._partial, None
-                if partial.op == Op.VALIDATE:
+                if partial.op == Opcode.VALIDATE:
                     self._greet(partial.fields[0])
                 else:
                     message = _Message(partial.op, partial.fields, partial.held + FIELD_BYTES)
@@ -143,13 +144,13 @@ class GatewayConversation:
     async def _step(self) -> None:
         """Carry out the next message, or the next few that can be one change."""
         first = self._queue[0]
-        if self._turn is not None and first.op != Op.QUEUE_POP:
+        if self._turn is not None and first.op != Opcode.QUEUE_POP:
             self._end_turn()
-        if first.op in (Op.SET, Op.MULTI_SET):
+        if first.op in (Opcode.SET, Opcode.MULTI_SET):
             pairs, count = self._sets()
             await self._change(lambda mark: self._space.multi_set(mark, pairs))
             self._done(count)
-        elif first.op == Op.APPEND:
+        elif first.op == Opcode.APPEND:
             key, value, count = self._appends()
             await self._change(lambda mark: self._space.append(mark, key, value))
             self._done(count)
@@ -164,7 +165,7 @@ class GatewayConversation:
         pairs: list[tuple[bytes, bytes]] = []
         size = count = 0
         for message in self._queue:
-            if message.op not in (Op.SET, Op.MULTI_SET):
+            if message.op not in (Opcode.SET, Opcode.MULTI_SET):
                 break
             size += message.size
             if count and (len(pairs) + len(message.fields) // 2 > TOGETHER or size > TOGETHER_BYTES):
@@ -179,7 +180,7 @@ class GatewayConversation:
         size = 0
         for message in self._queue:
             size += message.size
-            if message.op != Op.APPEND or message.fields[0] != key or (parts and size > TOGETHER_BYTES):
+            if message.op != Opcode.APPEND or message.fields[0] != key or (parts and size > TOGETHER_BYTES):
                 break
             parts.append(message.fields[1])
         return key, b"".join(parts), len(parts)
@@ -326,21 +327,21 @@ def _number(value: int) -> bytes:
 
 
 _DO: dict[int, Callable[..., Awaitable[bytes]]] = {
-    Op.COMPARE_SET: GatewayConversation._compare_set,
-    Op.GET: GatewayConversation._get,
-    Op.ADD: GatewayConversation._add,
-    Op.GETNUMKEYS: GatewayConversation._num_keys,
-    Op.DELETE_KEY: GatewayConversation._delete,
-    Op.CANCEL_WAIT: GatewayConversation._cancel_wait,
-    Op.PING: GatewayConversation._ping,
-    Op.QUEUE_PUSH: GatewayConversation._queue_push,
-    Op.QUEUE_POP: GatewayConversation._queue_pop,
-    Op.QUEUE_LEN: GatewayConversation._queue_len,
-    Op.LIST_KEYS: GatewayConversation._list_keys,
-    Op.BARRIER: GatewayConversation._barrier,
-    Op.CHECK: GatewayConversation._check,
-    Op.WAIT: GatewayConversation._await_keys,
-    Op.MULTI_GET: GatewayConversation._multi_get,
+    Opcode.COMPARE_SET: GatewayConversation._compare_set,
+    Opcode.GET: GatewayConversation._get,
+    Opcode.ADD: GatewayConversation._add,
+    Opcode.GETNUMKEYS: GatewayConversation._num_keys,
+    Opcode.DELETE_KEY: GatewayConversation._delete,
+    Opcode.CANCEL_WAIT: GatewayConversation._cancel_wait,
+    Opcode.PING: GatewayConversation._ping,
+    Opcode.QUEUE_PUSH: GatewayConversation._queue_push,
+    Opcode.QUEUE_POP: GatewayConversation._queue_pop,
+    Opcode.QUEUE_LEN: GatewayConversation._queue_len,
+    Opcode.LIST_KEYS: GatewayConversation._list_keys,
+    Opcode.BARRIER: GatewayConversation._barrier,
+    Opcode.CHECK: GatewayConversation._check,
+    Opcode.WAIT: GatewayConversation._await_keys,
+    Opcode.MULTI_GET: GatewayConversation._multi_get,
 }
-_LISTS = (Op.CHECK, Op.WAIT, Op.MULTI_GET)
-_SEEN_THROUGH = (Op.ADD, Op.COMPARE_SET, Op.DELETE_KEY, Op.QUEUE_PUSH)
+_LISTS = (Opcode.CHECK, Opcode.WAIT, Opcode.MULTI_GET)
+_SEEN_THROUGH = (Opcode.ADD, Opcode.COMPARE_SET, Opcode.DELETE_KEY, Opcode.QUEUE_PUSH)

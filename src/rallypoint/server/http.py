@@ -1,13 +1,14 @@
-"""The server's face for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
+"""The server's end of HTTP, for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
 
 `GET /healthz` answers "ok" while the server serves, `GET /about` which server this is and `GET /statistics` what it
 holds and who is here, both as JSON. `GET /` is a plain page that says what this is, what it holds and who is here, as
-far as a person reads. `PUT /doors/RUN/SCOPE?round=N` opens a door (`server/doors.py`) and answers its port, and `DELETE
-/doors/RUN/SCOPE` closes it, if it is not that of a later round; without the scope, whichever it is.
+far as a person reads. `PUT /doors/RUN/SCOPE?round=N` opens the port of a round (`server/rounds.py`) and answers its
+number, and `DELETE /doors/RUN/SCOPE` closes it, if it is not that of a later round; without the scope, whichever it is.
 """
 
 from __future__ import annotations
 
+import asyncio
 import html
 import json
 import urllib.parse
@@ -15,15 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import h11
 
-from rallypoint.errors import AddressTaken
-from rallypoint.server.doors import TooLate, TooMany
+from rallypoint.server.doors import TooLate
 from rallypoint.text import printable
 
 if TYPE_CHECKING:
+    from rallypoint.server.base import ServerBase
     from rallypoint.server.connection import Connection
-    from rallypoint.server.house import House
 
-__all__ = ["WebFace"]
+__all__ = ["HttpHandler"]
 
 MAX_HEAD_BYTES = 16 * 1024
 SCOPE_DIGITS = 20
@@ -47,33 +47,36 @@ ON_THE_PAGE = 100
 """How many clients the page names."""
 
 
-class WebFace:
+class HttpHandler:
     """The server's end of one HTTP connection."""
 
-    def __init__(self, house: House, connection: Connection) -> None:
-        self._house = house
+    def __init__(self, server: ServerBase, connection: Connection) -> None:
+        self._server = server
         self._connection = connection
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.held = 0
         self.blocked = False
         self.greeted = False
+        self._waiting = False  # for a round to be opened or closed
+        self._answers: list[bytes] = []
 
     def receive(self, data: bytes, now: float = 0.0) -> bytes:
         """Answer the requests in what came, and hang up where the peer wants that or HTTP demands it."""
         if data:  # to h11, no bytes would mean that no more will come
             self._http.receive_data(data)
-        answers: list[bytes] = []
+        answers = self._answers
         try:
             self.blocked = self._answer(answers)
             over = self._http.our_state in (h11.MUST_CLOSE, h11.CLOSED)
         except h11.RemoteProtocolError as error:
-            self._house.complain(self._connection, f"bad HTTP: {error}")
+            self._server.complain(self._connection, f"bad HTTP: {error}")
             self.blocked, over = False, True
             if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
                 answers.append(self._write(error.error_status_hint, "text/plain", f"{error}\n".encode(), close=True))
         self.held = len(self._http.trailing_data[0])
+        self._answers = []
         self._connection.send(b"".join(answers))
-        if over:
+        if over and not self._waiting:
             self._connection.close()
         return b""
 
@@ -82,17 +85,20 @@ class WebFace:
 
     def _answer(self, answers: list[bytes]) -> bool:
         """Add the answers to what came; say whether it was too much for now."""
-        while True:
+        while not self._waiting:
             event = self._http.next_event()
             if isinstance(event, h11.Request):
                 self.greeted = True
-                answers.append(self._write(*self._resource(event), bare=event.method == b"HEAD"))
+                resource = self._resource(event)
+                if resource is not None:
+                    answers.append(self._write(*resource, bare=event.method == b"HEAD"))
             elif event is h11.PAUSED and self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
                 if len(answers) >= PIPELINED:
                     return True
                 self._http.start_next_cycle()
             elif event in (h11.NEED_DATA, h11.PAUSED) or isinstance(event, h11.ConnectionClosed):
                 return False
+        return False
 
     def _write(self, status: int, kind: str, body: bytes, bare: bool = False, close: bool = False) -> bytes:
         headers = [
@@ -110,36 +116,61 @@ class WebFace:
         payload = b"" if bare else send(h11.Data(data=body)) or b""
         return head + payload + (send(h11.EndOfMessage()) or b"")
 
-    def _resource(self, request: h11.Request) -> tuple[int, str, bytes]:
+    def _resource(self, request: h11.Request) -> tuple[int, str, bytes] | None:
+        """Return the status, type and body of the answer; None where that comes later."""
         path, _, query = request.target.partition(b"?")
         if path.startswith(b"/doors/") and request.method in (b"PUT", b"DELETE"):
-            return self._door(request.method, query, *path.decode("ascii", "replace").split("/")[2:])
+            return self._round(request.method, query, *path.decode("ascii", "replace").split("/")[2:])
         if request.method not in (b"GET", b"HEAD"):
             return 405, "text/plain", b"only GET and HEAD are answered here\n"
         if path == b"/healthz":
             return 200, "text/plain", b"ok\n"
         if path == b"/about":
-            return 200, "application/json", json.dumps(self._house.about()).encode()
+            return 200, "application/json", json.dumps(self._server.about()).encode()
         if path == b"/statistics":
-            return 200, "application/json", json.dumps(self._house.statistics()).encode()
+            return 200, "application/json", json.dumps(self._server.statistics()).encode()
         if path == b"/":
-            return 200, "text/html", _page(self._house.statistics(ON_THE_PAGE)).encode()
+            return 200, "text/html", _page(self._server.statistics(ON_THE_PAGE)).encode()
         return 404, "text/plain", b"nothing here: try /, /about, /healthz or /statistics\n"
 
-    def _door(self, method: bytes, query: bytes, run: str, *rest: str) -> tuple[int, str, bytes]:
-        name, doors = urllib.parse.unquote(run), self._house.doors
+    def _round(self, method: bytes, query: bytes, run: str, *rest: str) -> tuple[int, str, bytes] | None:
+        name = urllib.parse.unquote(run)
         scope = _number(rest[0].encode()) if len(rest) == 1 else None
         if not name or (scope is None and (method == b"PUT" or rest)):
             return 404, "text/plain", b"nothing here: PUT or DELETE /doors/RUN/SCOPE, or DELETE /doors/RUN\n"
+        self._waiting = True
         if scope is None or method == b"DELETE":
-            return 200, "application/json", json.dumps({"closed": doors.close(name, scope)}).encode()
-        try:
-            port = doors.open(name, scope, _number(urllib.parse.parse_qs(query).get(b"round", [b""])[0]))
-            return 200, "application/json", json.dumps({"port": port}).encode()
-        except TooLate as error:
-            return 409, "text/plain", f"{error}\n".encode()
-        except (TooMany, AddressTaken) as error:
-            return 503, "text/plain", f"{error}\n".encode()
+            self._server.close_round(name, scope, lambda closed: self._later(_json({"closed": closed})))
+        else:
+            number = _number(urllib.parse.parse_qs(query).get(b"round", [b""])[0])
+            self._server.open_round(name, scope, number, lambda answer: self._later(_opened(answer)))
+        if self._waiting:
+            self._connection.stall()
+        return None
+
+    def _later(self, resource: tuple[int, str, bytes]) -> None:
+        """Answer the request that was waiting, and go on with those behind it."""
+        self._waiting = False
+        if self._connection.closing:
+            return
+        self._answers.append(self._write(*resource))
+        asyncio.get_running_loop().call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        if self._answers and not self._connection.closing:
+            self._connection.data_received(b"")
+            if not self._waiting:
+                self._connection.read_on()
+
+
+def _json(facts: dict[str, Any]) -> tuple[int, str, bytes]:
+    return 200, "application/json", json.dumps(facts).encode()
+
+
+def _opened(answer: int | Exception) -> tuple[int, str, bytes]:
+    if isinstance(answer, int):
+        return _json({"port": answer})
+    return (409 if isinstance(answer, TooLate) else 503), "text/plain", f"{answer}\n".encode()
 
 
 def _number(text: bytes) -> int | None:

@@ -60,7 +60,7 @@ class Lines:
                 if not length:
                     await self._space.wait((key,), Deadline(FOREVER))
                 elif length > len(line.turns) + list(line.tickets).index(ticket):
-                    turn = Turn(key, owner)
+                    turn = Turn(key, owner, 0)
                     line.turns[turn] = None
                     return turn
                 else:

@@ -25,10 +25,11 @@ from rallypoint import net
 from rallypoint.errors import RallypointError
 from rallypoint.etcd.address import Address
 from rallypoint.server import streams
-from rallypoint.server.house import House
+from rallypoint.server.base import ServerBase
+from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
-from rallypoint.spawn import WHY_NOT
 from rallypoint.store.url import parse_url
+from rallypoint.supervisor import WHY_NOT
 
 __all__ = ["main", "serve"]
 
@@ -37,6 +38,10 @@ log = logging.getLogger("rallypoint.server")
 FILES_WANTED = 65_536
 FILES_KEPT = 64
 """How many descriptors the server keeps for itself, and for those whom it accepts only to turn them away."""
+
+SWITCH_S = 0.0005
+"""How long the event loop may keep the interpreter to itself while the thread of the log waits for it; Python's own
+5 ms are as long as dozens of commits."""
 
 PARENT_POLL_S = 0.5
 REACH_S = 10.0
@@ -61,19 +66,22 @@ def main() -> None:
 def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once clients get in.
 
-    Raises AddressTaken or ValueError when the sockets cannot be had, NoQuorum when the engine is etcd, and silent.
+    Raises AddressTaken or ValueError when the sockets cannot be had, NoQuorum when the engine is etcd, and silent, and
+    StorageFailed when the data directory cannot be written to any more.
     """
     most = max(1, net.raise_file_limit(FILES_WANTED) - FILES_KEPT)
     settings = msgspec.structs.replace(settings, max_connections=min(settings.max_connections or most, most))
+    if settings.data_dir is not None:
+        sys.setswitchinterval(SWITCH_S)
     house = _house(settings)
     sockets = [net.adopt(fd) for fd in settings.fds] or net.listen(settings.hosts, settings.port)
     _run(_serve(house, settings, sockets, ready))
 
 
-def _house(settings: Settings) -> Callable[[], House]:
+def _house(settings: Settings) -> Callable[[], ServerBase]:
     """Return what makes the server; raise ValueError where its engine cannot be."""
     if settings.engine is None:
-        return lambda: House(settings)
+        return lambda: StoreServer(settings, None if settings.data_dir is None else _storage(settings.data_dir))
     address = _engine(settings.engine)
     try:
         from rallypoint.etcd.space import Space
@@ -86,6 +94,13 @@ def _house(settings: Settings) -> Callable[[], House]:
         return Space.connect(address, f"gateway {net.caller_name()}", REACH_S, settings.grace_s + OWN_LEASE_S)
 
     return lambda: Gateway(settings, connect)
+
+
+def _storage(directory: str) -> Any:
+    """Open a data directory; raise where another server has it, or where it is damaged."""
+    from rallypoint.storage.file import FileStorage
+
+    return FileStorage(directory)
 
 
 def _engine(url: str) -> Address:
@@ -110,7 +125,7 @@ def _run(main: Coroutine[Any, Any, None]) -> None:
 
 
 async def _serve(
-    make: Callable[[], House], settings: Settings, sockets: list[socket.socket], ready: Callable[[str], None]
+    make: Callable[[], ServerBase], settings: Settings, sockets: list[socket.socket], ready: Callable[[str], None]
 ) -> None:
     house, stop = make(), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -121,6 +136,8 @@ async def _serve(
         loop.add_signal_handler(signal.SIGINT, lambda: None)  # Ctrl-C is the parent's to judge
         _watch_parent(settings.parent_pid, stop)
     house.on_alone = stop.set
+    if isinstance(house, StoreServer):
+        house.on_failure = stop.set
     await house.open(sockets)
     gc.freeze()  # what is here now stays; collections need not look at it again
     url = _url(sockets)
@@ -128,6 +145,8 @@ async def _serve(
         ready(url)
         await stop.wait()
     await house.close()
+    if isinstance(house, StoreServer) and house.failed is not None:
+        raise house.failed
 
 
 def _watch_parent(pid: int, stop: asyncio.Event) -> None:

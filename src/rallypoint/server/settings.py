@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import msgspec
 
-__all__ = ["DEFAULT_GRACE_S", "DEFAULT_PORT", "MAX_SESSIONS", "Settings"]
+__all__ = ["DEFAULT_GRACE_S", "DEFAULT_PORT", "DEFAULT_RECOVERY_S", "MAX_SESSIONS", "Settings"]
 
 DEFAULT_PORT = 29400
 """Where a server listens when it is not told, as torchrun's rendezvous does."""
 
 DEFAULT_GRACE_S = 2.0
 """How long a session outlives its connection when nobody says."""
+
+DEFAULT_RECOVERY_S = 60.0
+"""How long clients wait for a server with a data directory that is gone, when nobody says."""
 
 MAX_SESSIONS = 65_536
 """How many sessions a server has at most when nobody says."""
@@ -55,6 +58,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     grace_s: float = DEFAULT_GRACE_S
     """How long a session outlives its connection."""
+
+    data_dir: str | None = None
+    """Where the state is kept, so that a server which is started again there goes on with it; None: nowhere."""
+
+    recovery_s: float | None = None
+    """With that, how long clients try to come back to a server that is gone; None: `DEFAULT_RECOVERY_S`."""
 
     max_connections: int | None = None
     """How many may be connected; None: as many as the limit on open files allows, with a few for the server itself."""

@@ -1,33 +1,23 @@
 """The client's end of our protocol: it numbers requests, reads what comes, and knows what to say again after a cut.
 
 Fed incrementally, bounded, without I/O: `store/wire.py` puts it on a socket for many threads, `aio.py` on asyncio.
+
+What is not answered is kept as a record, not as the bytes that were sent: a request that waits is repeated with the
+time that is left to it, or its wait would begin again with every connection.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from msgspec import Struct
 
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.native import (
-    GARBLED,
-    VERSION,
-    Confirm,
-    Drop,
-    Frames,
-    Hello,
-    Request,
-    Status,
-    Watch,
-    Welcome,
-    frame,
-    unpack_length,
-)
-from rallypoint.core.records import Event
+from rallypoint.core.ops import Confirm, Drop, Op, Watch
+from rallypoint.core.records import Event, Status
 from rallypoint.errors import (
+    DiskFull,
     EtcdRefused,
     LimitExceeded,
     NoQuorum,
@@ -39,6 +29,8 @@ from rallypoint.errors import (
     StoreFull,
     Unsupported,
 )
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.native import GARBLED, VERSION, Frames, Hello, Welcome, frame, unpack_length
 
 __all__ = ["Client", "Reply", "error_of"]
 
@@ -80,8 +72,22 @@ def error_of(reply: Reply, store: str) -> RallypointError:
 
 
 _ERRORS: dict[str, type[RallypointError]] = {
-    kind.__name__: kind for kind in (EtcdRefused, LimitExceeded, NoQuorum, NotAnInteger, StoreFull, Unsupported)
+    kind.__name__: kind
+    for kind in (DiskFull, EtcdRefused, LimitExceeded, NoQuorum, NotAnInteger, StoreFull, Unsupported)
 }
+
+
+class _Timed(NamedTuple):
+    """A request that waits, and until when."""
+
+    request: Any
+    until: float
+
+    def left(self, now: float) -> Op:
+        """Return the request with the time that is left; never more than it was given."""
+        timeout_s = min(self.request.timeout_s, max(self.until - now, 0.0))
+        again: Op = msgspec.structs.replace(self.request, timeout_s=timeout_s)
+        return again
 
 
 class Client:
@@ -107,7 +113,7 @@ class Client:
         self.number = 1
         """What the next request will be numbered."""
 
-        self._open: dict[int, bytes] = {}
+        self._open: dict[int, Op | _Timed] = {}
         self._watches: dict[int, tuple[bytes, int]] = {}  # what they watch, and up to which revision that was seen
         self._again: set[int] = set()  # watches that were asked for again, for the session has moved
         self._pushes_seen = 0
@@ -120,7 +126,10 @@ class Client:
         return frame(Hello(VERSION, self._name, self.session, self._pushes_seen, former=self._former))
 
     def welcome(self, reply: Reply, peer: str) -> float:
-        """Read the answer to the greeting, and return the session's grace; raise why there is no session."""
+        """Read the answer to the greeting; raise why there is no session.
+
+        Returns how long the session may be without a connection: its grace, or longer where the server recovers.
+        """
         try:
             if reply.status != Status.OK:
                 identity, why = reply.result
@@ -136,37 +145,39 @@ class Client:
         self.hosts_objects = welcome.hosts_objects
         if not welcome.kept_watches:
             self._watch_again()
-        return welcome.grace_s
+        return max(welcome.grace_s, welcome.recovery_s)
 
     def _watch_again(self) -> None:
         """Ask another server for the changes that have not come."""
         for number, (prefix, revision) in self._watches.items():
             if revision >= 0 and (number not in self._open or number in self._again):
-                self._open[number] = frame(Watch(number, prefix, revision))
+                self._open[number] = Watch(number, prefix, revision)
                 self._again.add(number)
         self._open = dict(sorted(self._open.items()))
 
-    def repeat(self) -> bytes:
-        """Return, after a resumption, all requests that were not answered, as they were.
+    def repeat(self, now: float) -> bytes:
+        """Return, after a resumption, all requests that were not answered; those that wait, with the time left to them.
 
-        Items that were taken before are confirmed again, after a `Drop` among the requests: the server would else put
-        them back when the session ends, however much later that is.
+        One whose time is over is repeated with none: the server says what became of it. Items that were taken before
+        are confirmed again, after a `Drop` among the requests: the server would else put them back when the session
+        ends, however much later that is.
         """
-        return b"".join([*self._open.values(), *([self._confirmation()] if self._took_items else [])])
+        again = [frame(asked.left(now) if isinstance(asked, _Timed) else asked) for asked in self._open.values()]
+        return b"".join([*again, *([self._confirmation()] if self._took_items else [])])
 
-    def ask(self, kind: type[Request], *arguments: Any) -> bytes:
-        """Give a request the next `number`, and return what to send."""
-        number = self.number
-        request = sent = frame(kind(number, *arguments))
+    def ask(self, op: Op, until: float | None = None) -> bytes:
+        """Give a request the next `number`, and return what to send; one that waits does so `until` then."""
+        number = op.number = self.number
+        sent = request = frame(op)
         if self._unconfirmed >= CONFIRM_EVERY:
             # What is dropped may have been answered and not taken: it must not be confirmed before.
-            sent = request + self.confirm() if kind is Drop else self.confirm() + request
+            sent = request + self.confirm() if isinstance(op, Drop) else self.confirm() + request
         self.number = number + 1
-        self._open[number] = request
-        if kind is Watch:
-            self._watches[number] = (arguments[0], -1)
-        elif kind is Drop and self._watches:
-            self._watches.pop(arguments[0], None)
+        self._open[number] = op if until is None else _Timed(op, until)
+        if isinstance(op, Watch):
+            self._watches[number] = (op.prefix, -1)
+        elif self._watches and isinstance(op, Drop):
+            self._watches.pop(op.target, None)
         return sent
 
     @property

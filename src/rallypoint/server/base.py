@@ -1,8 +1,8 @@
-"""The server: one engine, its listening sockets, and everybody who is connected, in one asyncio process.
+"""What every server has: listening sockets, connections, and limits on both, in one asyncio process.
 
-`House` is what connections share. It delivers what the engine has for others, adds up the memory that all of them hold,
-and once a second sweeps: newcomers that did not say who they are, and turns that nobody used. Who comes when there are
-as many as may be is turned away, and the sweep says so in the log: one line a second, however many come.
+It adds up the memory that connections hold, and sweeps once a second: connections that have not said who they are are
+dropped, and refusals are logged, one line a second, however many there are. Connections over the limit are refused.
+`StoreServer` (`server.py`) adds the state, `Gateway` the way to etcd.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import secrets
 import socket
 import sys
 import time
@@ -18,19 +17,12 @@ from collections.abc import Callable, Sequence
 from itertools import islice
 from typing import Any
 
-from rallypoint.core.c10d import Conversation
-from rallypoint.core.caller import Caller, Sessions
-from rallypoint.core.engine import Engine
-from rallypoint.core.ledger import Ledger, Split
-from rallypoint.core.objects import Objects
-from rallypoint.core.session import Session
-from rallypoint.server.connection import Connection, Face
-from rallypoint.server.doors import Doors
-from rallypoint.server.guests import Guests, describe
+from rallypoint.core.records import show
+from rallypoint.server.connection import Connection, ProtocolHandler
 from rallypoint.server.settings import Settings
 from rallypoint.text import printable
 
-__all__ = ["House"]
+__all__ = ["RESERVE_BYTES", "ServerBase"]
 
 log = logging.getLogger("rallypoint.server")
 
@@ -47,20 +39,22 @@ LISTED = 10_000
 LISTED_VANISHED = 10
 """How many peers whose hosts are gone are named in a line of the log."""
 
+SHOWN = 100
+"""How many keys of one client the statistics name."""
+
 COMPLAINTS_KEPT = 1024
 """How many peers' complaints are remembered, so that each is logged once."""
 
 
-class House:
-    """Everything one server process holds."""
+class ServerBase:
+    """Sockets, connections and limits of one server process."""
 
-    def __init__(self, settings: Settings, front: House | None = None) -> None:
+    def __init__(self, settings: Settings, front: ServerBase | None = None) -> None:
         self.settings = settings
-        self._front = front or self  # the one that this one is a door of
+        self._front = front or self  # of a gateway's round: the gateway itself
         self.crowd = 0
-        """How many are connected, here and behind all doors, and how many doors there are: they share the limit."""
+        """How many connections there are, those of rounds included, and how many round listeners."""
 
-        self.engine = Engine(settings.max_memory)
         self.started_at = time.monotonic()
         self.sockets: list[socket.socket] = []
         self._servers: list[asyncio.AbstractServer] = []
@@ -69,17 +63,10 @@ class House:
         self._complaints: dict[str, int] = {}
         self._holders: dict[Connection, None] = {}  # those for whom bytes are held, the longest first
         self._held = 0
-        ledger = Ledger(settings.max_connection_memory, max(settings.max_memory // 4, RESERVE_BYTES))
-        self.sessions: Guests = self.receive_guests(ledger)
-        self.sessions.limit = settings.max_sessions
+        self.refused_sessions = 0
         self._refused = 0
         self._vanished: list[tuple[str, float]] = []  # since the last sweep: peers, and how long each was silent
         self._logged = (0, 0)  # how many connections and sessions were refused when that was last logged
-        self.ticks_at = float("inf")
-        """When `tick` will run next."""
-
-        self._timer: asyncio.TimerHandle | None = None
-        self.doors = Doors(self)
         self.on_alone: Callable[[], None] = lambda: None
         """Called when nobody has been here for as long as the settings say."""
 
@@ -88,7 +75,7 @@ class House:
 
     @property
     def connections(self) -> int:
-        """How many are connected."""
+        """How many are connected, other than at the ports of rounds."""
         return len(self._connections)
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
@@ -103,7 +90,6 @@ class House:
     async def close(self) -> None:
         """Stop listening and hang up on everybody."""
         self._closed = True
-        await self.doors.close_all()
         for server in self._servers:
             server.close()
         for connection in list(self._connections):
@@ -120,58 +106,59 @@ class House:
 
         Of each, so many are listed, and `more_clients` and `more_sessions` count the rest.
         """
+        sessions = self.describe_sessions()
         return {
             **self.about(),
             "uptime_s": round(time.monotonic() - self.started_at, 1),
             "connections": len(self._connections),
             "refused_connections": self._refused,
-            "refused_sessions": self.sessions.refused,
+            "refused_sessions": self.refused_sessions,
             **self.holdings(),
-            "doors": self.doors.statistics(),
-            "bytes": self.engine.size + self._held + self.sessions.ledger.kept,
+            "bytes": self.held_bytes() + self._held,
             "max_bytes": self.settings.max_memory,
             "more_clients": max(0, len(self._connections) - listed),
-            "more_sessions": max(0, len(self.sessions) - listed),
+            "more_sessions": max(0, len(sessions) - listed),
             "clients": [connection.describe() for connection in islice(self._connections, listed)],
-            "sessions": [describe(session) for session in islice(self.sessions, listed)],
+            "sessions": [describe(session) for session in islice(sessions, listed)],
         }
 
-    # What is other where the state is in etcd (`server/gateway.py`)
+    # What depends on where the state is
 
-    def receive_guests(self, ledger: Ledger) -> Guests:
-        """Return the sessions, none at first."""
-        return Sessions(self.engine, secrets.token_bytes(16), self.settings.grace_s, ledger)
+    def torch_handler(self, connection: Connection) -> ProtocolHandler:
+        """Return the server's end of PyTorch's protocol."""
+        raise NotImplementedError
 
-    def torch_face(self, connection: Connection) -> Face:
-        """Return our end of PyTorch's protocol."""
-        return Conversation(self.engine, self.settings.max_connection_memory, connection)
+    def native_handler(self, connection: Connection) -> ProtocolHandler:
+        """Return the server's end of our own protocol."""
+        raise NotImplementedError
 
-    def native_face(self, connection: Connection) -> Face:
-        """Return our end of our own protocol."""
-        assert isinstance(self.sessions, Sessions)
-        return Caller(self.sessions, connection, self.settings.max_connection_memory, secrets.token_bytes(16))
+    def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
+        """Open the port of a run's round; call `done` with it, or with why there is none."""
+        raise NotImplementedError
 
-    def behind(self, name: str, scope: int) -> House:
-        """Return what is to be behind the door of a run's round."""
-        return House(self.settings, self)
+    def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
+        """Close the port of a run's round, unless it is of a later scope; call `done` with whether there was one."""
+        raise NotImplementedError
 
-    def sweep_turns(self) -> None:
-        """Take back the turns that nobody used."""
-        self.engine.sweep_turns()
+    def sweep(self) -> None:
+        """Do what is due once a second."""
 
     def holdings(self) -> dict[str, Any]:
         """Return what is stored, in numbers."""
-        assert isinstance(self.sessions, Sessions)
-        engine = self.engine.statistics()
-        return {
-            "keys": engine.keys,
-            "queues": engine.queues,
-            "waiting": engine.waiters,
-            "watches": engine.watches,
-            "leased_keys": engine.leased_keys,
-            "objects": self.sessions.objects.statistics(),
-            "revision": engine.revision,
-        }
+        raise NotImplementedError
+
+    def held_bytes(self) -> int:
+        """Return how many bytes the state takes."""
+        return 0
+
+    def describe_sessions(self) -> Sequence[Any]:
+        """Return the sessions, for the statistics."""
+        return ()
+
+    @property
+    def in_rounds(self) -> int:
+        """How many are connected at the ports of rounds."""
+        return 0
 
     # What connections call
 
@@ -192,9 +179,6 @@ class House:
             self._front.crowd -= 1
             self._connections.remove(connection)
         self._newcomers.pop(connection, None)
-        self.deliver()
-        if min(self.engine.earliest, self.sessions.next_end()) < self.ticks_at:
-            self.tick()
 
     def vanished(self, connection: Connection, silent_s: float) -> None:
         """Note that the host of a peer is gone, for the sweep to log."""
@@ -212,37 +196,11 @@ class House:
             self._holders.pop(connection, None)
         if grown > 0:
             limit = self.settings.max_memory
-            room = max(limit - self.engine.size, limit // 4, RESERVE_BYTES)
+            room = max(limit - self.held_bytes(), limit // 4, RESERVE_BYTES)
             while self._held > room:
                 next(iter(self._holders)).drop(
                     "the server's memory limit is reached, and this one has held some the longest"
                 )
-
-    def deliver(self) -> None:
-        """Send what the engine has for waiting clients."""
-        while self.engine.outbox:  # an answer whose client is gone may be another's
-            for handle, answer in self.engine.take():
-                owner = handle.owner
-                assert isinstance(owner, (Conversation, Session, Objects))
-                data: bytes | Split = owner.answer(handle, answer)
-                if isinstance(owner.link, Connection) and data:
-                    owner.link.send(data)
-                    if isinstance(owner, Session) and owner.over:
-                        owner.link.drop(owner.overdue)
-
-    def tick(self) -> None:
-        """End what is due, waits by their deadlines and sessions by their grace, and run again when more is."""
-        now = time.monotonic()
-        self.engine.tick(now)
-        self.sessions.expire(now)
-        self.deliver()
-        self.ticks_at = min(self.engine.earliest, self.sessions.next_end())
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self.ticks_at < float("inf"):
-            delay_s = max(0.0, self.ticks_at - now)
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self.tick)
 
     def complain(self, connection: Connection, why: str) -> None:
         """Log what a peer did wrong, once per peer address, then count."""
@@ -268,13 +226,12 @@ class House:
             del self._newcomers[connection]
             if not connection.greeted():
                 connection.drop(f"did not say who calls within {self.settings.greeting_s:g} s")
-        self.sweep_turns()
-        self.tick()
+        self.sweep()
         self._log_refusals()
         self._log_vanished()
 
     def _end_when_alone(self, now: float) -> None:
-        if self._connections or self.doors.connections:
+        if self._connections or self.in_rounds:
             self._alone_since = None
         elif self._alone_since is None:
             self._alone_since = now
@@ -282,14 +239,16 @@ class House:
             self.on_alone()
 
     def _log_refusals(self) -> None:
-        now, before = (self._refused, self.sessions.refused), self._logged
+        now, before = (self._refused, self.refused_sessions), self._logged
         if now[0] > before[0]:
             limit = self.settings.max_connections
             advice = "allow more with --max-connections, within the limit on open files (ulimit -n)"
             log.warning("refused %d connections: %s are open, the limit; %s", now[0] - before[0], limit, advice)
         if now[1] > before[1]:
             advice = "allow more with --max-sessions"
-            log.warning("refused %d sessions: %d is the limit; %s", now[1] - before[1], self.sessions.limit, advice)
+            log.warning(
+                "refused %d sessions: %d is the limit; %s", now[1] - before[1], self.settings.max_sessions, advice
+            )
         self._logged = now
 
     def _log_vanished(self) -> None:
@@ -299,3 +258,13 @@ class House:
             more = f" and {len(gone) - LISTED_VANISHED} more" if len(gone) > LISTED_VANISHED else ""
             why = "their hosts are gone, or the network between"
             log.warning("dropped %s%s: nothing was received for %.1f s; %s", some, more, gone[0][1], why)
+
+
+def describe(session: Any) -> dict[str, Any]:
+    """Return what the statistics say of a session."""
+    return {
+        "name": session.name,
+        "here": session.link is not None,
+        "waits_for": [show(key) for key in session.waits_for[:SHOWN]],
+        "leases": [show(key) for key in session.leases[:SHOWN]],
+    }

@@ -1,0 +1,217 @@
+"""Our wire protocol: what is said, and how it is cut into frames. Fed incrementally, bounded, without I/O.
+
+A connection starts with `PREFACE`, which no other caller sends: to PyTorch's server it is a greeting and a ping,
+which it answers with the ping's own number, and we know whom we met. Our server answers `ACCEPTED`. Then come frames:
+a 32-bit little-endian length, and msgpack. A request is an operation of `core/ops.py`, `[tag, number, arguments...]`,
+which msgspec checks as a whole while it reads it. An answer is `[number, status, result]`.
+What the server sends unasked is a push: `[0, push number, [watch's request number, revision, key, value or nil]]`.
+
+The first frame is `Hello`, answered by `[0, 0, Welcome]` or `[0, REFUSED, reason]`. Numbers grow by one with each
+request of a session, and many requests may be outstanding; they are answered in any order. After a cut, the client
+says hello with its session's id and repeats, with their old numbers, the requests that were not answered. The server
+runs none of them twice (`core/session.py`). `Confirm` tells it which answers and pushes it may forget.
+
+Durations cross the wire, deadlines never do. Operation comes before number, the other way round from the answers,
+because msgspec finds the class of a request by the first element.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Annotated, Any
+
+import msgspec
+from msgspec import Meta, Struct
+
+from rallypoint.core.limits import MAX_FORMER
+from rallypoint.core.machine import Done
+from rallypoint.core.ops import Operation
+from rallypoint.core.records import DONE, Push, Shared, Status, pack
+from rallypoint.protocol import BadMessage, c10d
+
+__all__ = [
+    "ACCEPTED",
+    "GARBLED",
+    "PREFACE",
+    "VERSION",
+    "Frames",
+    "Hello",
+    "SharedReply",
+    "Welcome",
+    "decode_hello",
+    "decode_request",
+    "encode_answer",
+    "encode_items",
+    "encode_list_head",
+    "frame",
+    "misunderstood",
+    "unpack_length",
+]
+
+PREFACE = c10d.hello(0x594C4152)
+"""The first bytes of a connection of ours; no process id is that large."""
+
+ACCEPTED = b"RLY1"
+"""What our server answers to the preface; PyTorch's answers its last four bytes."""
+
+VERSION = 1
+"""The protocol's version, said in `Hello`."""
+
+GARBLED = (ValueError, TypeError, RecursionError)
+"""What msgspec raises for bytes that make no sense: its own errors, and Python's for bad text and deep nesting."""
+
+_LENGTH = struct.Struct("<I")
+
+
+class Hello(Struct, array_like=True):
+    """Who calls: a name for people, the session to go on with (empty: a new one), and those that its process lost."""
+
+    version: int
+    name: Annotated[str, Meta(max_length=256)]
+    session: Annotated[bytes, Meta(max_length=64)] = b""
+    pushes_seen: int = 0
+    credentials: Annotated[bytes, Meta(max_length=4096)] = b""
+    former: Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=MAX_FORMER)] = []
+
+
+class Welcome(Struct, array_like=True):
+    """Who answers: the server's identity, which it loses with its memory, and the caller's session."""
+
+    version: int
+    server: bytes
+    session: bytes
+    grace_s: float
+    resumed: bool
+    hosts_objects: bool = True
+    """Whether it carries out `Act`; where not, the members of a shared object host it."""
+
+    kept_watches: bool = True
+    """Whether it knows the watches of a session that is resumed; where not, they have to be asked for again."""
+
+    recovery_s: float = 0.0
+    """How long a session may outlive the server's absence, where that is longer than the grace."""
+
+
+decode_request = msgspec.msgpack.Decoder(Operation).decode
+"""Read a request, checking all of it; raise one of `GARBLED` where it makes no sense."""
+
+decode_hello = msgspec.msgpack.Decoder(Hello).decode
+"""Read a greeting; raise one of `GARBLED` where it is none."""
+
+_encode = msgspec.msgpack.Encoder().encode
+_pack_length = _LENGTH.pack
+
+
+def frame(body: Any) -> bytes:
+    """Encode one frame."""
+    payload = _encode(body)
+    return _pack_length(len(payload)) + payload
+
+
+class SharedReply:
+    """A reply in two parts: a head with the number of the request, and a body that others get too, of one copy."""
+
+    __slots__ = ("body", "head")
+
+    def __init__(self, number: int, body: Shared) -> None:
+        head = _encode((number, Status.OK, (DONE, None)))[:-1]  # the answer comes last, and nil is one byte
+        self.head = _pack_length(len(head) + len(body.data)) + head
+        self.body = body.data
+
+    def __len__(self) -> int:
+        return len(self.head) + len(self.body)
+
+    def __bytes__(self) -> bytes:
+        return self.head + self.body
+
+
+def encode_answer(number: int, answer: Any) -> bytes | SharedReply:
+    """Make the reply to a request, or a push."""
+    kind = answer.__class__
+    if kind in _PLAIN:
+        return frame((number, Status.OK, answer))
+    if kind is Push:
+        return frame((0, answer.push, (answer.watch, *answer.event)))
+    if kind is Done and answer.answer.__class__ is Shared:
+        return SharedReply(number, answer.answer)
+    return frame((number, *pack(answer)))
+
+
+def encode_items(items: Sequence[Any]) -> bytes:
+    """Encode a slice of a list, without the head that a list has."""
+    return b"".join(map(_encode, items))
+
+
+def encode_list_head(number: int, length: int, size: int) -> bytes:
+    """Make the first part of a reply that is a list of so many items, which take so many bytes encoded."""
+    head = b"\x93" + _encode(number) + _encode(Status.OK) + b"\xdd" + length.to_bytes(4, "big")
+    return _pack_length(len(head) + size) + head
+
+
+_PLAIN = frozenset((int, bool, type(None), bytes, list, tuple))
+
+
+def misunderstood(payload: bytes, error: Exception) -> bytes:
+    """Refuse a request that makes no sense here, if it has a number; without one there is nobody to answer."""
+    number = _number_in(payload)
+    if not number:
+        raise BadMessage(f"not a request: {error}")
+    return frame((number, Status.ERROR, ("Misunderstood", {"why": str(error)})))
+
+
+def _number_in(payload: bytes) -> int:
+    """Read the second element of a msgpack array, if it is a positive integer, and nothing of what follows; else 0."""
+    at = {0xDC: 3, 0xDD: 5}.get(payload[0] if payload else 0, 1 if payload[:1] and 0x92 <= payload[0] <= 0x9F else 0)
+    if not at:
+        return 0
+    number = 0
+    for _ in range(2):
+        head = payload[at] if at < len(payload) else 0xC1
+        width = {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8}.get(head, 0)
+        if head >= 0x80 and not width:
+            return 0
+        number = int.from_bytes(payload[at + 1 : at + 1 + width], "big") if width else head
+        at += 1 + width
+    return number
+
+
+unpack_length = _LENGTH.unpack_from
+"""Read the length in front of a frame, as a tuple of one."""
+
+
+class Frames:
+    """Cuts a stream of bytes into the payloads of its frames."""
+
+    __slots__ = ("_buffer", "_limit", "held")
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._buffer = bytearray()
+        self.held = 0
+        """How many bytes of an unfinished frame are held."""
+
+    def feed(self, data: bytes) -> Iterator[bytes]:
+        """Take what came, and yield each payload that is whole."""
+        if self._buffer:
+            self._buffer += data
+            self.held = len(self._buffer)
+            if self.held < 4 or self.held < 4 + self._size(self._buffer, 0):
+                return
+            data = bytes(self._buffer)
+            self._buffer.clear()
+        at, end = 0, len(data)
+        while end - at >= 4:
+            stop = at + 4 + self._size(data, at)
+            if stop > end:
+                break
+            yield data[at + 4 : stop]
+            at = stop
+        self._buffer += data[at:]
+        self.held = len(self._buffer)
+
+    def _size(self, data: bytes | bytearray, at: int) -> int:
+        size: int = _LENGTH.unpack_from(data, at)[0]
+        if size > self._limit:
+            raise BadMessage(f"a frame of {size} bytes, the limit is {self._limit}")
+        return size

@@ -1,0 +1,37 @@
+"""Long lists are encoded a slice at a time, with others served in between: no reply blocks the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from typing import Any
+
+__all__ = ["SLICE_ITEMS", "encode_in_slices"]
+
+SLICE_ITEMS = 4096
+"""How many items of a list are encoded at a time: about a millisecond's worth of keys."""
+
+
+def encode_in_slices(
+    items: Sequence[Any],
+    encode: Callable[[Sequence[Any]], bytes],
+    limit: int,
+    done: Callable[[list[bytes], int], None],
+) -> None:
+    """Encode a list; then call `done` with the parts and their size. It ends early once they are over the limit."""
+    loop = asyncio.get_running_loop()
+    parts: list[bytes] = []
+    size = 0
+
+    def step(start: int) -> None:
+        nonlocal size
+        part = encode(items[start : start + SLICE_ITEMS])
+        parts.append(part)
+        size += len(part)
+        start += SLICE_ITEMS
+        if start < len(items) and size <= limit:
+            loop.call_soon(step, start)
+        else:
+            done(parts, size)
+
+    loop.call_soon(step, 0)

@@ -1,0 +1,526 @@
+"""A server with chance in the place of clients and clock: what it does to a live `State`, and the log that it leaves.
+
+A history does all that a server may do: requests of sessions and of PyTorch's clients (visitors) in several namespaces,
+reads that wait and are in no log, cuts, returns, ends, time-outs, lapses, timers, slices of deletions, sweeps, and
+restarts from a snapshot or from the log. Some requests are what only a broken client sends: numbers that come again,
+calls that are made twice. Limits are so small that everything that has one meets it. Nothing here depends on the order
+of a set, so one seed is one history, in every process.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from rallypoint.core import entries, exchange, objects, ops, roster, session, snapshot
+from rallypoint.core import state as state_module
+from rallypoint.core.entries import (
+    Attach,
+    CloseNamespace,
+    Detach,
+    End,
+    Entry,
+    Fire,
+    GoOn,
+    Lapse,
+    Open,
+    OpenNamespace,
+    Request,
+    Start,
+    TimeOut,
+    Visit,
+)
+from rallypoint.core.records import LATER, Push
+from rallypoint.core.session import Session, Visitor
+from rallypoint.core.snapshot import read, write
+from rallypoint.core.state import MACHINES, InternalError, Namespace, State
+from rallypoint.errors import StoreError
+from rallypoint.protocol.native import encode_answer
+
+from .random_commands import MEMBERS, Commands
+
+__all__ = ["History", "replay", "small_limits", "told"]
+
+KEYS = (b"", b"a", b"b", b"p/1", b"p/2", b"p/3", b"q")
+QUEUES = (b"q", b"p/q")
+PREFIXES = (b"", b"p/", b"p/1", b"q")
+GATES = (b"g", b"p/g", b"a")
+VALUES = (b"", b"1", b"7", b"-3", b"word", b"x" * 30)
+NAMES = (b"/o", b"/n")
+LONG_S = 9.0
+
+SMALL: tuple[tuple[Any, str, int], ...] = (
+    (session, "MAX_KEPT", 8),
+    (session, "MAX_PUSHES", 8),
+    (state_module, "SLICE_KEYS", 2),
+    (state_module, "MAX_RESTARTS", 1),
+    (snapshot, "CHUNK_BYTES", 200),
+    (objects, "MAX_IDLE", 2),
+    (objects, "MAX_IDLE_BYTES", 900),
+    (objects, "SHARED_BYTES", 40),
+    (exchange, "REPLACED", 2),
+    (roster, "KEPT", 3),
+)
+"""The limits of core that no entry says, and what they are in histories."""
+
+
+@contextmanager
+def small_limits() -> Iterator[None]:
+    """Make the limits small that no entry says."""
+    before = [(module, name, getattr(module, name)) for module, name, _ in SMALL]
+    for module, name, value in SMALL:
+        setattr(module, name, value)
+    try:
+        yield
+    finally:
+        for module, name, value in before:
+            setattr(module, name, value)
+
+
+def told(answer: Any, outputs: Iterable[tuple[Any, int, Any]], skip: frozenset[tuple[int, int]] = frozenset()) -> bytes:
+    """Return what an entry came to, for its client and for others, as bytes to compare."""
+    parts = [_plain(0, answer)]
+    for owner, number, later in outputs:
+        if (owner.serial, number) not in skip or isinstance(later, Push):
+            parts += [b"%d:" % owner.serial, _plain(number, later)]
+    return b" ".join(parts)
+
+
+def _plain(number: int, answer: Any) -> bytes:
+    if isinstance(answer, Session):
+        return b"session %d" % answer.serial
+    if isinstance(answer, Namespace):
+        return b"namespace %d" % answer.id
+    if isinstance(answer, str):
+        return answer.encode()
+    return b"later" if answer is LATER else bytes(encode_answer(number, answer))
+
+
+def replay(records: Iterable[bytes], state: State | None = None) -> tuple[State, list[bytes]]:
+    """Apply records to a state, or to an empty one; return it, and what each of them came to."""
+    state = State() if state is None else state
+    results = []
+    for record in records:
+        entry = entries.decode(record)
+        answer = state.apply(entry)
+        assert not isinstance(answer, InternalError), str(answer)
+        reads = isinstance(entry, Visit) and not entry.op.changes  # what it finds may not be what it found
+        results.append(told(LATER if reads else answer, state.take_outputs()))
+    return state, results
+
+
+class Client:
+    """One native client: the numbers it has used, and the calls it has made."""
+
+    def __init__(self, identity: bytes, serial: int) -> None:
+        self.id = identity
+        self.serial = serial
+        self.number = 1
+        self.sent: dict[int, ops.Op] = {}
+        self.calls: list[tuple[bytes, str, int, Any]] = []
+
+
+class History:
+    """One seed's history: the state as it is at the end, and the log."""
+
+    def __init__(self, seed: int, steps: int = 140) -> None:
+        self.chance = random.Random(seed)
+        self.state = State()
+        self.records: list[bytes] = []
+        self.told: list[bytes] = []
+        """What each record came to when it was live, but for reads."""
+
+        self.snapshots: dict[int, list[bytes]] = {}
+        """Snapshots of the live state, by how many records it had."""
+
+        self.clients: dict[int, Client] = {}
+        self.lost: list[bytes] = []
+        self.visitors: list[Visitor] = []
+        self.visited = 0
+        self._commands = Commands(self.chance)
+        self._start()
+        actions, weights = zip(*self._actions(), strict=True)
+        for action in self.chance.choices(actions, weights, k=steps):
+            action()
+            self._hang_up()
+            if self.chance.random() < 0.02:
+                self.save()
+        self.save()
+        self._start()  # whoever is still here hears of it, in an order
+        self.save()
+
+    def save(self) -> None:
+        """Write down the live state."""
+        self.snapshots[len(self.records)] = list(write(self.state))
+
+    def _actions(self) -> list[tuple[Callable[[], None], float]]:
+        return [
+            (self._session_op, 34.0),
+            (self._act, self.chance.choice((4.0, 20.0, 80.0))),
+            (self._session_read, 10.0),
+            (self._visitor_op, self.chance.choice((8.0, 16.0, 60.0))),
+            (self._open, 4.0),
+            (self._cut, 4.0),
+            (self._come_back, 4.0),
+            (self._end, 2.0),
+            (self._time_out, 5.0),
+            (self._lapse, 2.0),
+            (self._fire, 3.0),
+            (self._go_on, 3.0),
+            (self._sweep, 2.0),
+            (self._open_namespace, 1.5),
+            (self._close_namespace, 0.5),
+            (self._restart, self.chance.choice((0.0, 0.0, 0.7, 4.0))),
+        ]
+
+    # Entries
+
+    def apply(self, entry: Entry) -> Any:
+        """Apply an entry as the log has it."""
+        return self._log(entry, self.state.apply)
+
+    def _log(self, entry: Entry, run: Callable[[Any], Any]) -> Any:
+        record = entries.encode(entry)
+        self.records.append(record)
+        reads = self._reads()
+        answer = run(entries.decode(record))
+        assert not isinstance(answer, InternalError), str(answer)
+        shown = LATER if isinstance(entry, Visit) and not entry.op.changes else answer
+        self.told.append(told(shown, self.state.take_outputs(), reads))
+        return answer
+
+    def _reads(self) -> frozenset[tuple[int, int]]:
+        """Return the reads that wait, which no replay has."""
+        waiters = [waiter for one in self.state.sessions.values() for waiter in one.waiting.values()]
+        waiters += [visitor.waiter for visitor in self.visitors if visitor.waiter is not None]
+        return frozenset((waiter.owner.serial, waiter.number) for waiter in waiters if waiter.reads)  # type: ignore[attr-defined]
+
+    def _start(self) -> None:
+        chance = self.chance
+        max_bytes = chance.choice((1 << 62, 1 << 62, 5000, 2500, 1200))
+        max_answer = chance.choice((1 << 62, 1 << 62, 150, 40))
+        max_kept = chance.choice((1 << 62, 1 << 62, 1500, 300))
+        for visitor in self.visitors:
+            self._drop_read(visitor)
+        self.visitors.clear()
+        self.apply(Start(entries.VERSION, chance.randbytes(4), max_bytes, max_answer, max_kept, chance.choice((3, 6))))
+
+    def _restart(self) -> None:
+        """Start again with what the log says, or a snapshot and the rest of it."""
+        self.save()
+        at = self.chance.choice(list(self.snapshots))
+        if self.chance.random() < 0.5:
+            self.state, _ = replay(self.records[at:], read(self.snapshots[at]))
+        else:
+            self.state, _ = replay(self.records)
+        self.state.outputs.clear()
+        assert list(write(self.state)) == self.snapshots[len(self.records)], "the log makes another state"
+        self._start()
+
+    # Sessions
+
+    def _any_client(self) -> tuple[Client, Session] | None:
+        attached = [one for one in self.clients.values() if self.state.sessions[one.serial].attached]
+        if not attached:
+            self.chance.choice((self._open, self._come_back))()
+            return None
+        client = self.chance.choice(attached)
+        return client, self.state.sessions[client.serial]
+
+    def _open(self) -> None:
+        chance, identity = self.chance, self.chance.randbytes(4)
+        namespace = chance.choice(list(self.state.namespaces))
+        known = [client.id for client in self.clients.values()] + self.lost
+        former = chance.sample(known, min(len(known), chance.choice((0, 0, 1, 2))))
+        found = self.apply(Open(identity, chance.choice(("", "host")), namespace, former))
+        if isinstance(found, Session):
+            self.clients[found.serial] = Client(identity, found.serial)
+
+    def _cut(self) -> None:
+        serials = [*self.clients, *(visitor.serial for visitor in self.visitors)]
+        if not serials:
+            return
+        serial = self.chance.choice(serials)
+        if serial > 0:
+            self.apply(Detach(serial))
+        else:
+            self._leave(next(visitor for visitor in self.visitors if visitor.serial == serial))
+
+    def _come_back(self) -> None:
+        away = [one for one in self.clients.values() if not self.state.sessions[one.serial].attached]
+        known = away if away and self.chance.random() < 0.8 else list(self.clients.values())
+        if not known:
+            return
+        client = self.chance.choice(known)
+        session = self.state.sessions[client.serial]
+        seen = self.chance.randint(0, session.pushed)
+        self.apply(Attach(client.id, session.namespace, seen))
+        for number in list(client.sent):
+            if client.serial not in self.state.sessions:
+                break
+            if session.knows(number) and self.chance.random() < 0.7:
+                self._request(client, session, client.sent[number])
+
+    def _end(self) -> None:
+        if self.clients:
+            self.apply(Detach(self.chance.choice(list(self.clients))))
+            self.apply(End(self.chance.choice([*self.clients, 999])))
+
+    def _hang_up(self) -> None:
+        """Do what follows when a session is over or overdue, and forget those that have ended."""
+        for one in list(self.state.sessions.values()):
+            if one.over and one.attached and self.chance.random() < 0.7:
+                self.apply(Detach(one.serial))
+        for serial in [serial for serial in self.clients if serial not in self.state.sessions]:
+            self.lost.append(self.clients.pop(serial).id)
+        self.visitors = [one for one in self.visitors if one.namespace in self.state.namespaces]
+
+    def _request(self, client: Client, session: Session, op: ops.Op) -> None:
+        """Carry out a request as a server does, or drop the connection."""
+        number, kind = op.number, op.__class__
+        if session.late and session.overdue and kind is not ops.Confirm:
+            self.apply(Detach(session.serial))
+            return
+        if not kind.changes:
+            session.execute(op)
+            self.state.settle(self.state.namespaces[session.namespace].engine)
+            self.state.outputs.clear()
+            return
+        over = kind is not ops.Confirm and number <= session.highest and not session.knows(number)
+        if over and self.chance.random() < 0.8:
+            return  # else the server could not know yet that it was confirmed
+        if kind is not ops.Confirm:
+            client.sent[number] = op
+        entry = Request(session.serial, op)  # type: ignore[arg-type]
+        if self.chance.random() < 0.5:
+            self.apply(entry)
+        else:
+            self._log(entry, self._directly)
+
+    def _directly(self, entry: Request) -> Any:
+        """Carry out a request without `apply`, as a server without a log does."""
+        session = self.state.sessions[entry.session]
+        answer = session.execute(entry.op)
+        self.state.settle(self.state.namespaces[session.namespace].engine)
+        return answer
+
+    def _session_op(self) -> None:
+        found = self._any_client()
+        if found is None:
+            return
+        client, session = found
+        number = self._number(client, session)
+        sent = client.sent.get(number)
+        if sent is not None and self.chance.random() < 0.8:
+            self._request(client, session, sent)
+        else:
+            self._request(client, session, self._make_op(client, session, number))
+
+    def _number(self, client: Client, session: Session) -> int:
+        """Return the next number; seldom one that was used, or that a read has which waits."""
+        if client.sent and self.chance.random() < 0.08:
+            return self.chance.choice([*client.sent, *session.waiting])
+        client.number += 1
+        return client.number - 1
+
+    def _session_read(self) -> None:
+        found = self._any_client()
+        if found is None:
+            return
+        client, session = found
+        if session.waiting and self.chance.random() < 0.15:
+            number = self.chance.choice(list(session.waiting))
+            if session.waiting[number].reads:
+                session.time_out(number)
+                return
+        chance, number = self.chance, self._number(client, session)
+        keys, time_s = self._some_keys(), chance.choice((0.0, LONG_S, LONG_S))
+        op = chance.choice(
+            (
+                ops.Get(number, chance.choice(KEYS), time_s),
+                ops.Wait(number, keys, time_s),
+                ops.MultiGet(number, keys, time_s),
+                ops.Check(number, keys),
+                ops.Count(number, chance.choice(PREFIXES)),
+                ops.List(number, chance.choice(PREFIXES)),
+                ops.QueueLen(number, chance.choice(QUEUES)),
+                ops.Peek(number, chance.choice(KEYS)),
+                ops.MultiPeek(number, keys),
+                ops.Ping(number),
+                ops.Beat(0),
+            )
+        )
+        self._request(client, session, op)
+
+    def _some_keys(self) -> list[bytes]:
+        return self.chance.choices(KEYS, k=self.chance.choice((1, 2, 2, 3)))
+
+    def _make_op(self, client: Client, session: Session, number: int) -> ops.Op:
+        chance = self.chance
+        key, queue, value = chance.choice(KEYS), chance.choice(QUEUES), chance.choice(VALUES)
+        time_s = chance.choice((0.0, LONG_S, LONG_S))
+        held = [*session.waiting, *session.watches, *session.turns, *session.taken, 0]
+        makers: tuple[tuple[Callable[[], ops.Op], int], ...] = (
+            (lambda: ops.Set(number, key, value), 4),
+            (lambda: ops.Add(number, chance.choice((b"g", b"a", b"b")), chance.randint(-3, 3)), 2),
+            (lambda: ops.MultiSet(number, [(one, value) for one in self._some_keys()]), 2),
+            (lambda: ops.Append(number, key, value), 2),
+            (lambda: ops.CompareSet(number, key, chance.choice(VALUES), value), 1),
+            (lambda: ops.Swap(number, key, chance.choice((None, *VALUES)), value), 2),
+            (lambda: ops.Delete(number, key), 3),
+            (lambda: ops.DeletePrefix(number, chance.choice(PREFIXES)), 3),
+            (lambda: ops.Push(number, queue, b"item %d" % number), 7),
+            (lambda: ops.Pop(number, queue), 2),
+            (lambda: ops.Take(number, queue, time_s), 6),
+            (lambda: ops.Await(number, chance.choice((*QUEUES, key))), 4),
+            (lambda: ops.Draw(number, queue, chance.choice((0, *session.turns))), 3),
+            (lambda: ops.Arrive(number, chance.choice(GATES), chance.randint(0, 4), time_s), 5),
+            (lambda: ops.Lease(number, key, value, chance.choice((0.0, 3.0))), 4),
+            (lambda: ops.Unlease(number, key), 1),
+            (lambda: ops.Watch(number, chance.choice(PREFIXES)), 4),
+            (lambda: ops.Drop(number, chance.choice(held)), 5),
+            (lambda: self._confirm(session), 6),
+            (lambda: ops.Bye(number), 1),
+        )
+        make, weights = zip(*makers, strict=True)
+        op: ops.Op = chance.choices(make, weights)[0]()
+        return op
+
+    def _confirm(self, session: Session) -> ops.Confirm:
+        chance = self.chance
+        still = [number for number in session.kept if chance.random() < 0.3]
+        last = chance.choice((session.highest, chance.randint(0, session.highest)))
+        return ops.Confirm(0, last, still, chance.randint(0, session.pushed))
+
+    # Shared objects
+
+    def _act(self) -> None:
+        """Make a call on a shared object, take one back, or look again; a broken client does so while it waits."""
+        found = self._any_client()
+        if found is None:
+            return
+        client, session = found
+        chance, what = self.chance, self.chance.random()
+        if client.calls and what < 0.25:
+            name, member, call, command = chance.choice(client.calls)
+        else:
+            kind, call = chance.choice(self._commands.kinds), len(client.calls) + 1
+            name = chance.choice((NAMES[0], NAMES[0], NAMES[0], NAMES[1]))
+            member = chance.choice((*(MEMBERS[client.serial % len(MEMBERS)],) * 5, *MEMBERS))
+            if client.calls and what < 0.5:
+                name, member, earlier, made = chance.choice(client.calls)
+                command = self._commands.undo(made.machine.kind, earlier)
+            else:
+                machine = self.state.namespaces[session.namespace].objects._machines.get((MACHINES[kind], name))
+                command = self._commands.make(kind, machine or MACHINES[kind](), member)
+            client.calls.append((name, member, call, command))
+        time_s = chance.choice((0.0, LONG_S, LONG_S, LONG_S))
+        self._request(client, session, ops.Act(self._number(client, session), name, member, call, command, time_s))
+
+    # PyTorch's clients
+
+    def _visitor_op(self) -> None:
+        chance = self.chance
+        if not self.visitors or (len(self.visitors) < 4 and chance.random() < 0.2):
+            self.visited += 1
+            namespace = self.state.namespaces[chance.choice(list(self.state.namespaces))]
+            self.visitors.append(Visitor(-self.visited, namespace.id, namespace.engine))
+        visitor = chance.choice(self.visitors)
+        op = self._make_visit(visitor)
+        if visitor.changes(op):
+            entry = Visit(visitor.serial, visitor.namespace, op)  # type: ignore[arg-type]
+            answer = self._log(entry, lambda entry: self._visit(visitor, entry.op))
+        else:
+            answer = self._visit(visitor, op)
+            self.state.outputs.clear()
+        if isinstance(answer, StoreError):
+            self._leave(visitor)
+
+    def _visit(self, visitor: Visitor, op: ops.Op) -> Any:
+        answer = self.state.visit(visitor, op)
+        self.state.settle(self.state.namespaces[visitor.namespace].engine)
+        return answer
+
+    def _leave(self, visitor: Visitor) -> None:
+        """Let a client hang up, as a server does that notices it."""
+        self.visitors.remove(visitor)
+        self._drop_read(visitor)
+        if visitor.holds:
+            self.apply(Detach(visitor.serial))
+
+    def _drop_read(self, visitor: Visitor) -> None:
+        if visitor.waiter is not None and visitor.waiter.reads:
+            self.state.namespaces[visitor.namespace].engine.drop(visitor.waiter)
+            visitor.waiter = None
+
+    def _make_visit(self, visitor: Visitor) -> ops.Op:
+        chance = self.chance
+        key, queue, value = chance.choice(KEYS), chance.choice(QUEUES), chance.choice(VALUES)
+        number = len(self.records) + 1  # larger than all before that left something
+        makers: tuple[tuple[Callable[[], ops.Op], int], ...] = (
+            (lambda: ops.Set(0, key, value), 2),
+            (lambda: ops.Add(0, b"g", 1), 1),
+            (lambda: ops.MultiSet(0, [(one, value) for one in self._some_keys()]), 1),
+            (lambda: ops.Delete(0, key), 1),
+            (lambda: ops.Push(0, queue, b"visit %d" % number), 4),
+            (lambda: ops.Draw(0, queue), 4),
+            (lambda: ops.Await(number, chance.choice((*QUEUES, *QUEUES, key))), 8),
+            (lambda: ops.Wait(number, chance.choices(KEYS, k=chance.choice((0, 2, 3))), ops.MAX_WAIT_S), 3),
+            (lambda: ops.Arrive(number, chance.choice(GATES), chance.randint(0, 4), ops.MAX_WAIT_S), 4),
+            (lambda: ops.Drop(0, 0), 3),
+            (lambda: ops.Peek(0, key), 1),
+            (lambda: ops.Check(0, [key]), 1),
+            (lambda: ops.Ping(7), 1),
+        )
+        make, weights = zip(*makers, strict=True)
+        op: ops.Op = chance.choices(make, weights)[0]()
+        return op
+
+    # The clock, and namespaces
+
+    def _time_out(self) -> None:
+        waiting = [
+            (one.serial, number)
+            for one in self.state.sessions.values()
+            for number, waiter in one.waiting.items()
+            if not waiter.reads
+        ]
+        if waiting and self.chance.random() < 0.9:
+            self.apply(TimeOut(*self.chance.choice(waiting)))
+        else:  # one that was overtaken
+            self.apply(TimeOut(self.chance.choice([*self.clients, 999, -1]), self.chance.randint(1, 9)))
+
+    def _lapse(self) -> None:
+        leases = [(one.serial, key) for one in self.state.sessions.values() for key in one.ttls]
+        if leases:
+            self.apply(Lapse(*self.chance.choice(leases)))
+
+    def _fire(self) -> None:
+        timers = [
+            (namespace.id, place[0].kind, place[1], timer[0])
+            for namespace in self.state.namespaces.values()
+            for place, timer in namespace.objects.timers.items()
+        ]
+        if timers:
+            *where, number = self.chance.choice(timers)
+            self.apply(Fire(*where, number - (self.chance.random() < 0.1)))
+
+    def _go_on(self) -> None:
+        clearing = [one.id for one in self.state.namespaces.values() if one.engine.clearing]
+        if clearing or self.chance.random() < 0.1:
+            self.apply(GoOn(self.chance.choice(clearing or [0, 999])))
+
+    def _sweep(self) -> None:
+        for namespace in list(self.state.namespaces.values()):
+            for turn in namespace.engine.idle_turns():
+                owner: Any = turn.owner
+                self.apply(TimeOut(owner.serial, turn.number))
+
+    def _open_namespace(self) -> None:
+        chance = self.chance
+        self.apply(OpenNamespace(chance.choice(("run", "job")), chance.randint(1, 4), chance.choice((None, 1)), 29400))
+
+    def _close_namespace(self) -> None:
+        self.apply(CloseNamespace(self.chance.choice([*self.state.namespaces, 999])))
