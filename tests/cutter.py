@@ -1,5 +1,7 @@
 """A proxy that cuts connections where it is told to: after so many bytes one way or the other, or all of them now.
 
+It may also be down for a while: to a client that looks like a server that is restarted with its sessions.
+
 Bytes pass through in pieces as they come; the piece in which the cut falls is passed on up to exactly that byte, and
 then both sides see the connection end. Runs in threads of the test's own process, on loopback.
 """
@@ -14,6 +16,9 @@ from collections.abc import Sequence
 
 UP, DOWN = "up", "down"  # from the client to the server, and back
 
+REFUSES, HANGS_UP, SILENT = "refuses", "hangs up", "silent"
+"""How it may be down: nobody listens, connections are taken and closed, or taken and never answered."""
+
 
 class Cutter:
     """A proxy in front of a port; a context manager."""
@@ -22,6 +27,7 @@ class Cutter:
         self._target = port
         self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
         self.port: int = self._listener.getsockname()[1]
+        self.silent = False
         self._lock = threading.Lock()
         self._pairs: set[tuple[socket.socket, socket.socket]] = set()
         self._left: dict[str, int | None] = {UP: None, DOWN: None}
@@ -34,7 +40,7 @@ class Cutter:
         self._stopped = False
         self.cut = threading.Event()
         self.connections = 0
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._accept, args=[self._listener], daemon=True).start()
 
     def __enter__(self) -> Cutter:
         return self
@@ -44,14 +50,31 @@ class Cutter:
 
     def stop(self) -> None:
         """Cut every connection, and refuse new ones as the kernel of a process that was killed does."""
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # else it listens on for as long as a thread waits in accept
-        self._listener.close()
+        self._close_listener()
         _end(self._open)
         self.half_open = False
         with self._lock:
             self._stopped = True
         self.cut_all()
+
+    def _close_listener(self) -> None:
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # else it listens on for as long as a thread waits in accept
+        self._listener.close()
+
+    def go_down(self, how: str = REFUSES) -> None:
+        """Cut every connection, and let nobody through until `come_back`."""
+        if how == REFUSES:
+            self._close_listener()
+        self.refusing, self.silent = how == HANGS_UP, how == SILENT
+        self.cut_all()
+
+    def come_back(self) -> None:
+        """Let clients through again, on the same port; what was never answered never will be."""
+        self.refusing = self.silent = False
+        if self._listener.fileno() < 0:
+            self._listener = socket.create_server(("127.0.0.1", self.port), backlog=512)
+            threading.Thread(target=self._accept, args=[self._listener], daemon=True).start()
 
     def arm(self, way: str, after: int) -> None:
         """Cut the connection when so many more bytes have gone this way; once."""
@@ -80,13 +103,16 @@ class Cutter:
             self._end(pair)
         self.cut.set()
 
-    def _accept(self) -> None:
+    def _accept(self, listener: socket.socket) -> None:
         while True:
             try:
-                client, _ = self._listener.accept()
+                client, _ = listener.accept()
             except OSError:
                 return
             self.connections += 1
+            if self.silent:
+                self._open.append(client)
+                continue
             try:
                 if self.refusing:
                     raise ConnectionError

@@ -19,8 +19,9 @@ from tests.cutter import DOWN, UP, Cutter
 import rallypoint
 from rallypoint import aio
 from rallypoint.aio import AsyncStore
-from rallypoint.core.native import ACCEPTED, PREFACE, Status, Welcome, frame
+from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
+from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
 from rallypoint.store import route, wire
 
 DEADLINE_S = 60

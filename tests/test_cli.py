@@ -20,8 +20,11 @@ from tests.wire import AMPLE_S, NO_UVLOOP, Peer, http, read_line
 
 import rallypoint
 from rallypoint.cli import COMMANDS, main
-from rallypoint.core.native import ACCEPTED, PREFACE, VERSION, Hello, Status, Welcome, frame
+from rallypoint.core.records import Status
 from rallypoint.errors import AddressTaken
+from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Hello, Welcome, frame
+from rallypoint.server import process
+from rallypoint.server.settings import Settings
 
 SAYS = re.compile(r"rallypoint serves at tcp://(\S+):(\d+)")
 COMMAND = [sys.executable, "-m", "rallypoint"]
@@ -232,6 +235,10 @@ def test_an_unmodified_torch_client_gets_in() -> None:
         (["--grace", "nan"], "nan is not a number of seconds"),
         (["--grace", "inf"], "inf is not a number of seconds"),
         (["--grace", "soon"], "'soon' is not a valid float"),
+        (["--recovery", "5"], "--recovery needs --data-dir"),
+        (["--data-dir", "d", "--recovery", "-1"], "-1 is not a number of seconds from 0 to 86400"),
+        (["--data-dir", "d", "--engine", "etcd://h:1/s"], "--data-dir and --engine exclude each other"),
+        (["--data-dir", __file__], "is a file"),
         (["--max-connections", "0"], "0 is not in the range"),
         (["--max-sessions", "-1"], "-1 is not in the range"),
         (["extra"], "unexpected extra argument"),
@@ -265,6 +272,18 @@ def test_the_grace_is_that_of_every_session() -> None:
         size = int.from_bytes(peer.read(4), "little")
         _, status, welcome = msgspec.msgpack.decode(peer.read(size))
         assert (status, msgspec.convert(welcome, Welcome).grace_s) == (Status.OK, 0.125)
+
+
+def test_a_data_directory_and_its_recovery_are_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Settings] = []
+    monkeypatch.setattr(process, "serve", lambda settings, ready: told.append(settings))
+    for options in ([], ["--data-dir", str(tmp_path)], ["--data-dir", str(tmp_path), "--recovery", "12.5"]):
+        assert CliRunner().invoke(main, ["serve", *options]).exit_code == 0
+    assert [(each.data_dir, each.recovery_s) for each in told] == [
+        (None, None),
+        (str(tmp_path), None),
+        (str(tmp_path), 12.5),
+    ]
 
 
 def test_help() -> None:

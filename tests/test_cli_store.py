@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.cutter import Cutter
 from tests.wire import AMPLE_S, read_line
 
 import rallypoint
@@ -442,6 +443,55 @@ def test_a_command_that_waits_for_a_lock_and_is_told_to_end_gets_out_of_line(sta
         assert child.communicate(timeout=AMPLE_S) == (b"", b"") and child.returncode == 143
         lock.release()
         assert server.statistics()["objects"] == {}
+
+
+@pytest.fixture
+def behind(start: Any) -> Iterator[tuple[rallypoint.Server, Cutter]]:
+    """A server with a long grace, and a proxy in front of it."""
+    with rallypoint.Server(grace=AMPLE_S) as server, Cutter(server.port) as cutter:
+        yield server, cutter
+
+
+def down_line(child: subprocess.Popen[bytes], cutter: Cutter) -> bytes:
+    """Let the server be away, and return the line that a command then says."""
+    cutter.go_down()
+    assert child.stderr is not None
+    line = child.stderr.readline()
+    assert re.fullmatch(rb"server at 127\.0\.0\.1:%d is down for 1 s .* \(\d+ s more\)\n" % cutter.port, line), line
+    return line
+
+
+@pytest.mark.parametrize("words", [["get", "late"], ["wait", "late"], ["barrier", "b", "--members=2", "--member=0"]])
+def test_a_command_says_once_that_the_server_is_down_and_goes_on_when_it_is_back(
+    words: list[str], behind: tuple[rallypoint.Server, Cutter], start: Any
+) -> None:
+    server, cutter = behind
+    child = start(*words, "--timeout", AMPLE_S, "--store", f"tcp://127.0.0.1:{cutter.port}")
+    until_waiting(server, child)
+    down_line(child, cutter)
+    cutter.come_back()
+    assert re.fullmatch(rb"server at .* is back after \d+\.\d s\n", child.stderr.readline())
+    with rallypoint.connect(server.url) as other:
+        other.set("late", "v")
+        if words[0] == "barrier":
+            rallypoint.Barrier(other, "b", 2).wait(1)
+    out, err = child.communicate(timeout=AMPLE_S)
+    assert (child.returncode, out, err) == (0, b"v\n" if words[0] == "get" else b"", b"")
+
+
+@pytest.mark.parametrize("words", [["get", "late"], ["wait", "late"], ["lock", "l", "--", "true"]])
+def test_a_command_whose_time_is_over_while_the_server_is_down_exits_with_3(
+    words: list[str], behind: tuple[rallypoint.Server, Cutter], start: Any
+) -> None:
+    server, cutter = behind
+    with rallypoint.connect(server.url) as other, rallypoint.Lock(other, "l"):
+        command, *rest = words
+        child = start(command, "--timeout", 2, "--store", f"tcp://127.0.0.1:{cutter.port}", *rest)
+        until_waiting(server, child)
+        down_line(child, cutter)
+        out, err = child.communicate(timeout=AMPLE_S)
+        assert (child.returncode, out) == (3, b"")
+        assert b"timed out" in err and b"has been down for" in err and err.count(b"\n") == 1
 
 
 INSTALLED = Path(sys.executable).with_name("rallypoint")

@@ -92,6 +92,7 @@ SAMPLES: list[Sample] = [
         missing=("y", "z"),
         timeout_s=2.5,
         store="memory://1",
+        down="",
     ),
     sample(
         WorkersMissing,
@@ -363,6 +364,13 @@ def test_a_timeout_may_say_in_other_words_what_is_missing() -> None:
         operation="watch", keys=["job/"], missing=["job/"], timeout_s=1.0, store="s", what="no key has changed"
     )
     assert "watch timed out after 1 s: no key has changed in s" in str(error)
+
+
+def test_a_timeout_in_an_outage_does_not_say_what_is_missing() -> None:
+    down = "the server at h:1 has been down for 3.2 s"
+    error = StoreTimeout(operation="wait", keys=["k"], missing=["k"], timeout_s=1.0, store="s", down=down)
+    assert str(error).startswith(f"wait timed out after 1 s: {down}. What is missing in s is not known. Is the server")
+    assert error.down == down and "process that writes it" not in str(error)
 
 
 def test_too_many_keys_are_a_sentence_of_their_own() -> None:

@@ -20,7 +20,7 @@ from rallypoint.elastic.failure import Failure, report
 from rallypoint.elastic.rendezvous import Rendezvous
 from rallypoint.errors import MembersMissing, RunClosed
 from rallypoint.recipes import hosting
-from rallypoint.server.house import House
+from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 from rallypoint.text import printable
 
@@ -68,7 +68,7 @@ def test_a_failure_that_another_node_tells_of() -> None:
 
 
 def test_log_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    House(Settings()).complain(SimpleNamespace(who=lambda: "10.0.0.1:1"), EVIL)  # type: ignore[arg-type]
+    StoreServer(Settings()).complain(SimpleNamespace(who=lambda: "10.0.0.1:1"), EVIL)  # type: ignore[arg-type]
     assert SHOWN in caplog.messages[-1] and caplog.messages[-1].isprintable()
     monkeypatch.setattr(hosting, "PROGRESS_S", 0.01)
     barrier = rallypoint.Barrier(rallypoint.HashStore(), "b", [EVIL, "other"])

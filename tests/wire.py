@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from rallypoint.core.c10d import Op, encode, hello
+from rallypoint.protocol.c10d import Opcode, encode, hello
 
 AMPLE_S = 60.0
 MIB = 1024 * 1024
@@ -77,33 +77,33 @@ class Peer:
     # What a healthy client does
 
     def ping(self) -> None:
-        self.send(encode(Op.PING, 7))
+        self.send(encode(Opcode.PING, 7))
         assert self.read(4) == b"\7\0\0\0"
 
     def set(self, key: bytes, value: bytes) -> None:
         """Write, and return when that is done."""
-        self.send(encode(Op.SET, key, value))
+        self.send(encode(Opcode.SET, key, value))
         self.ping()
 
     def get(self, key: bytes) -> bytes:
-        self.send(encode(Op.GET, key))
+        self.send(encode(Opcode.GET, key))
         return self.string()
 
     def add(self, key: bytes, amount: int) -> int:
-        self.send(encode(Op.ADD, key, amount))
+        self.send(encode(Opcode.ADD, key, amount))
         return self.number()
 
     def push(self, key: bytes, item: bytes) -> None:
-        self.send(encode(Op.QUEUE_PUSH, key, item))
+        self.send(encode(Opcode.QUEUE_PUSH, key, item))
         self.ping()
 
     def pop(self, key: bytes) -> bytes | None:
-        self.send(encode(Op.QUEUE_POP, key))
+        self.send(encode(Opcode.QUEUE_POP, key))
         return self.string() if self.number() else None
 
     def wait(self, *keys: bytes) -> None:
         """Begin to wait; `read(1)` is then the answer."""
-        self.send(encode(Op.WAIT, len(keys), *keys))
+        self.send(encode(Opcode.WAIT, len(keys), *keys))
 
     def work(self, times: int = 20) -> None:
         """Do a little of everything, and check it."""

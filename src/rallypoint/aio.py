@@ -4,26 +4,23 @@
         await store.set("ready", "1")
 
 One connection and one session a store. Any number of tasks may use it; requests are answered as they are ready, and a
-cancelled call leaves nothing behind on the server. A cut is mended as in the blocking client (`store/session.py`): the
-session is resumed within its grace, and what was not answered is repeated. A server that is there and does not answer,
-for longer than it was asked to wait and the store's timeout, is `ConnectionLost`. One of several that hangs is left for
-another, as `store/wire.py` has it.
+cancelled call leaves nothing behind on the server. A cut is mended as in the blocking client: the session is resumed
+for as long as its server's welcome says, what was not answered is repeated, and `store/outage.py` says how long calls
+wait meanwhile. A server that is there and does not answer, for longer than it was asked to wait and the store's
+timeout, is `ConnectionLost`. One of several that hangs is left for another, as `store/wire.py` has it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
+import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar, cast
 
 from rallypoint import net
-from rallypoint.core import native
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.client import Client, Reply, error_of
-from rallypoint.core.native import ACCEPTED, PREFACE, Request, Status
-from rallypoint.core.records import Event, Swap, TimedOut
+from rallypoint.core import ops
+from rallypoint.core.records import Event, Status, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import (
     ConnectFailed,
@@ -35,13 +32,21 @@ from rallypoint.errors import (
     StoreClosed,
     Unsupported,
 )
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.protocol.native import ACCEPTED, PREFACE
+from rallypoint.store import outage
 from rallypoint.store.base import Change
 from rallypoint.store.dial import answers
+from rallypoint.store.outage import Outage, Patience, ServerDown
 from rallypoint.store.route import NO_GATEWAY, Route, Search
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
 
 __all__ = ["AsyncStore", "connect"]
+
+TICK_S = 0.01
+"""How late an outage is looked at: a loop may be early by the resolution of its clock."""
 
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, beyond what it was asked to wait, however short the store's timeout is."""
@@ -97,6 +102,31 @@ class _Link(asyncio.Protocol):
         self._session.cut(self)
 
 
+class _Limit:
+    """When a call gives up its wait for an answer, which an outage may make sooner."""
+
+    def __init__(self, session: _Session, future: asyncio.Future[Reply], operation: str, wait_s: float | None) -> None:
+        self._session, self._future, self._operation = session, future, operation
+        self._patience = Patience(session._patience_s, wait_s)
+        self._timer: asyncio.TimerHandle | None = None
+        self.look()
+
+    def look(self) -> None:
+        """End the call if it is time, or look again when it will be."""
+        self.lift()
+        session = self._session
+        left_s = self._patience.until(session.outage) - time.monotonic()
+        if left_s > 0:
+            self._timer = asyncio.get_running_loop().call_later(left_s, self.look)
+        elif not self._future.done():
+            self._future.set_exception(self._patience.ended(session.peer, self._operation, session.outage))
+
+    def lift(self) -> None:
+        """Look no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+
 class _Session:
     """A session with one of our servers, and the connection that carries it now."""
 
@@ -106,19 +136,24 @@ class _Session:
         self._route = route
         self._core = Client(net.caller_name())
         self._waiting: dict[int, asyncio.Future[Reply]] = {}
+        self._limits: dict[int, _Limit] = {}
         self._watches: dict[int, asyncio.Queue[Event | None]] = {}
         self._transport: asyncio.Transport | None = None
         self._link: _Link | None = None
         self._welcome: asyncio.Future[Reply] | None = None
         self._mending: asyncio.Task[None] | None = None
         self._doubting: asyncio.Task[None] | None = None
+        self.outage: Outage | None = None
+        """Since when there is no connection."""
+
+        self._noticing: asyncio.TimerHandle | None = None
         self._heard = False
-        self._grace_s, self._cuts = 0.0, 0
+        self._away_s, self._cuts = 0.0, 0
         self.over: RallypointError | None = None
 
     async def open(self, deadline: Deadline) -> None:
         """Connect, say hello, and repeat what a cut left open; raise what ends the session for good."""
-        search = Search(self._route, deadline)
+        search = Search(self._route, deadline, resumes=bool(self._core.session))
         while True:
             for endpoint, turn in search.round():
                 try:
@@ -129,6 +164,8 @@ class _Session:
                         raise
                     why = getattr(error, "strerror", None) or str(error) or "no answer"
                     search.failed(endpoint, why, isinstance(error, (BadMessage, ValueError)))
+            if self.outage is not None:
+                self.outage.why = search.why
             await asyncio.sleep(search.pause_s())
 
     async def _greet(self, endpoint: net.Endpoint) -> None:
@@ -146,7 +183,7 @@ class _Session:
                 raise BadMessage(f"not a store: it answered {answer!r}")
             self._welcome = loop.create_future()
             transport.write(self._core.greet())
-            self._grace_s = self._core.welcome(await self._welcome, self._route.peer(endpoint))
+            self._away_s = self._core.welcome(await self._welcome, self._route.peer(endpoint))
             if transport.is_closing():  # it was lost before it could be ours to mend
                 raise ConnectionError("the server closed it")
         except BaseException:
@@ -154,7 +191,10 @@ class _Session:
             raise
         self._route.arrived(endpoint, self._core.server)
         self._transport, self._link = transport, link
-        transport.write(self._core.repeat())
+        transport.write(self._core.repeat(time.monotonic()))
+        if self.outage is not None:
+            self.outage.over()
+            self._end_outage()
 
     def received(self, data: bytes) -> None:
         """Hand out what came."""
@@ -192,13 +232,30 @@ class _Session:
             self._cuts += 1
             if self._cuts > 1:  # it answers there, and hangs up
                 self._route.leave()
-            self._mending = asyncio.ensure_future(self._mend())
+            self.outage = Outage(self.peer, self._away_s, self._core.number)
+            self._notice()
+            self._mending = asyncio.ensure_future(self._mend(self.outage.deadline))
 
-    async def _mend(self) -> None:
+    def _notice(self) -> None:
+        """Find the server down when it has been away for long enough, and end those calls whose time is over."""
+        if self.outage is None:
+            return
+        if self.outage.look():
+            for limit in list(self._limits.values()):
+                limit.look()
+        elif not self.outage.down:
+            self._noticing = asyncio.get_running_loop().call_later(outage.DOWN_S + TICK_S, self._notice)
+
+    def _end_outage(self) -> None:
+        self.outage = None
+        if self._noticing is not None:
+            self._noticing.cancel()
+
+    async def _mend(self, deadline: Deadline) -> None:
         try:
-            await self.open(Deadline(self._grace_s))
+            await self.open(deadline)
         except ConnectFailed as error:
-            self.end(SessionLost(peer=self.peer, why=f"cut for {self._grace_s:g} s; {error}"))
+            self.end(SessionLost(peer=self.peer, why=f"cut for {self._away_s:g} s; {error}"))
         except Unsupported:
             self.end(ServerRestarted(peer=self.peer, why="a PyTorch server answers there now"))
         except RallypointError as error:
@@ -216,7 +273,7 @@ class _Session:
             link, transport = self._link, self._transport
             if self._heard or transport is None:
                 continue
-            self.send(native.Ping)
+            self.send(ops.Ping(0))
             await asyncio.sleep(PING_S)
             if self._heard or link is not self._link:
                 continue
@@ -226,53 +283,52 @@ class _Session:
                 self._route.leave()
                 transport.abort()
 
-    async def ask(self, operation: str, wait_s: float, kind: type[Request], *arguments: Any) -> Reply:
-        """Send a request and wait for its answer; cancelled, take it back."""
-        return await self.answer(self.send(kind, *arguments), operation, wait_s)
+    async def ask(self, op: ops.Op, wait_s: float | None = None) -> Reply:
+        """Send a request and wait for its answer: at once (`wait_s` None), or once so long has passed.
 
-    def send(self, kind: type[Request], *arguments: Any) -> int:
-        """Send a request, now or once a cut is mended, and return its number."""
+        Cancelled, take it back. Raises ServerDown where its time was over while the server was down.
+        """
+        until = time.monotonic() + wait_s if wait_s else None
+        return await self.answer(self.send(op, until), op.verb, wait_s)
+
+    def send(self, op: ops.Op, until: float | None = None) -> int:
+        """Send a request, now or once a cut is mended, and return its number; one that waits does so `until` then."""
         if self.over is not None:
             raise copy.copy(self.over)
         number = self._core.number
-        request = self._core.ask(kind, *arguments)
+        request = self._core.ask(op, until)
         if self._transport is not None:
             self._transport.write(request)
         return number
 
-    async def answer(self, number: int, operation: str, wait_s: float) -> Reply:
+    async def answer(self, number: int, operation: str, wait_s: float | None) -> Reply:
         """Wait for the answer to a request that was just sent, which is owed once `wait_s` have passed.
 
-        Cancelled, or out of patience with the server (ConnectionLost), take the request back.
+        Cancelled, or out of patience with the server (ConnectionLost, ServerDown), take the request back; of one that
+        was made in an outage the server knows nothing.
         """
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Reply] = loop.create_future()
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
         self._waiting[number] = future
-        patience_s = self._patience_s + wait_s
-        timer = loop.call_later(patience_s, self._give_up, future, operation, patience_s)
+        limit = self._limits[number] = _Limit(self, future, operation, wait_s)
         try:
             reply = await future
         except (asyncio.CancelledError, RallypointError):
             self._core.forget(number)
-            if self.over is None:
-                self.send(native.Drop, number)
+            if self.over is None and (self.outage is None or number < self.outage.unsent_from):
+                self.send(ops.Drop(0, number))
             raise
         finally:
-            timer.cancel()
-            self._waiting.pop(number, None)
+            limit.lift()
+            del self._waiting[number], self._limits[number]
         self._core.settle(reply)
         if self._transport is not None and self.over is None:
             self._transport.write(self._core.confirm())  # an item that was taken is this client's at once
         return reply
 
-    def _give_up(self, future: asyncio.Future[Reply], operation: str, patience_s: float) -> None:
-        if not future.done():
-            why = f"no answer within {patience_s:g} s"
-            future.set_exception(ConnectionLost(peer=self.peer, operation=operation, why=why))
-
     def end(self, reason: RallypointError) -> None:
         """Refuse every further call, and end those under way."""
         self.over = self.over or reason
+        self._end_outage()
         for future in self._waiting.values():
             if not future.done():
                 future.set_exception(copy.copy(self.over))
@@ -287,7 +343,7 @@ class _Session:
     def close(self) -> None:
         """Say goodbye and end."""
         if self.over is None and self._transport is not None:
-            self._transport.write(self._core.ask(native.Bye))
+            self._transport.write(self._core.ask(ops.Bye(0)))
         self.end(StoreClosed(store=f"tcp://{self.peer}"))
 
 
@@ -300,105 +356,113 @@ class AsyncStore(View):
 
     async def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        await self._ask("set", native.Set, self._name(key), self._value(key, value))
+        await self._ask(ops.Set(0, self._name(key), self._value(key, value)))
 
     async def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return a value, waiting until the key exists."""
-        return bytes((await self._wait("get", [key], timeout, native.Get, self._name(key)))[0])
+        return bytes((await self._wait([key], timeout, ops.Get, self._name(key)))[0])
 
     async def add(self, key: str, amount: int) -> int:
         """Add to a counter and return its new value."""
-        return int(await self._ask("add", native.Add, self._name(key), whole_amount(key, amount)))
+        return int(await self._ask(ops.Add(0, self._name(key), whole_amount(key, amount))))
 
     async def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
         """Write if the value is the expected one; return the value after the call, as PyTorch does."""
         expected, desired = self._value(key, expected_value), self._value(key, desired_value)
-        return bytes(await self._ask("compare_set", native.CompareSet, self._name(key), expected, desired))
+        return bytes(await self._ask(ops.CompareSet(0, self._name(key), expected, desired)))
 
     async def swap(self, key: str, expected: str | bytes | None, desired: str | bytes) -> Swap:
         """Write if the value is the expected one (None: if there is no such key); return (won, value now)."""
         wanted = None if expected is None else self._value(key, expected)
-        return Swap(*await self._ask("swap", native.Swap, self._name(key), wanted, self._value(key, desired)))
+        return Swap(*await self._ask(ops.Swap(0, self._name(key), wanted, self._value(key, desired))))
 
     async def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to the end of a value."""
-        await self._ask("append", native.Append, self._name(key), self._value(key, value))
+        await self._ask(ops.Append(0, self._name(key), self._value(key, value)))
 
     async def check(self, keys: Sequence[str]) -> bool:
         """Say whether all of the keys exist now."""
-        return bool(await self._ask("check", native.Check, self._names(keys)))
+        return bool(await self._ask(ops.Check(0, self._names(keys))))
 
     async def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Return when all of the keys exist at once."""
-        await self._wait("wait", keys, timeout, native.Wait, self._names(keys))
+        await self._wait(keys, timeout, ops.Wait, self._names(keys))
 
     async def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """Return the values of all the keys as of one moment, waiting until all exist."""
-        return list(await self._wait("multi_get", keys, timeout, native.MultiGet, self._names(keys)))
+        return list(await self._wait(keys, timeout, ops.MultiGet, self._names(keys)))
 
     async def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write all the pairs as one change."""
-        await self._ask("multi_set", native.MultiSet, self._pairs(keys, values))
+        await self._ask(ops.MultiSet(0, self._pairs(keys, values)))
 
     async def delete_key(self, key: str) -> bool:
         """Delete a key, and say whether it was there."""
-        return bool(await self._ask("delete_key", native.Delete, self._name(key)))
+        return bool(await self._ask(ops.Delete(0, self._name(key))))
 
     async def delete_prefix(self, prefix: str) -> int:
         """Delete every key and queue whose name starts with `prefix`; return how many there were."""
-        return int(await self._ask("delete_prefix", native.DeletePrefix, self._name(prefix)))
+        return int(await self._ask(ops.DeletePrefix(0, self._name(prefix))))
 
     async def num_keys(self) -> int:
         """Count the keys; through a prefix, those under it."""
-        return int(await self._ask("num_keys", native.Count, self._prefix if self._prefix != self._root else b""))
+        return int(await self._ask(ops.Count(0, self._prefix if self._prefix != self._root else b"")))
 
     async def list_keys(self) -> list[str]:
         """List the keys; through a prefix, those under it, without it."""
-        return [name[len(self._prefix) :].decode() for name in await self._ask("list_keys", native.List, self._prefix)]
+        return [name[len(self._prefix) :].decode() for name in await self._ask(ops.List(0, self._prefix))]
 
     async def queue_push(self, key: str, value: str | bytes) -> None:
         """Put an item at the end of a queue."""
-        await self._ask("queue_push", native.Push, self._name(key), self._value(key, value))
+        await self._ask(ops.Push(0, self._name(key), self._value(key, value)))
 
     async def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
         """Take the first item of a queue, waiting in line for it, or (not `block`) raise QueueEmpty."""
         if block:
-            return bytes(await self._wait("queue_pop", [key], timeout, native.Take, self._name(key)))
-        item = await self._ask("queue_pop", native.Pop, self._name(key))
+            return bytes(await self._wait([key], timeout, ops.Take, self._name(key)))
+        item = await self._ask(ops.Pop(0, self._name(key)))
         if item is None:
             raise QueueEmpty(key=key, store=self._label)
         return bytes(item)
 
     async def queue_len(self, key: str) -> int:
         """Count the items of a queue."""
-        return int(await self._ask("queue_len", native.QueueLen, self._name(key)))
+        return int(await self._ask(ops.QueueLen(0, self._name(key))))
 
     async def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Return when `world_size` callers have come to this key."""
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
         size = max(-(2**63), min(world_size, 2**63 - 1))
-        await self._wait("barrier", [key], timeout, native.Arrive, self._name(key), size)
+        await self._wait([key], timeout, ops.Arrive, self._name(key), size)
 
     async def lease(self, key: str, value: str | bytes) -> None:
         """Write a key that vanishes with this store's session."""
-        await self._ask("lease", native.Lease, self._name(key), self._value(key, value), 0.0)
+        await self._ask(ops.Lease(0, self._name(key), self._value(key, value), 0.0))
 
     async def watch(self, prefix: str = "") -> AsyncIterator[Change]:
         """Yield every change of a key that starts with `prefix`, from the first `anext` on, until closed."""
         session, queue = self._session, asyncio.Queue()  # type: tuple[_Session, asyncio.Queue[Event | None]]
-        number = session.send(native.Watch, self._name(prefix))
+        number = session.send(ops.Watch(0, self._name(prefix)))
         session._watches[number] = queue
         try:
-            self._result(await session.answer(number, "watch", 0.0))
+            self._result(await session.answer(number, "watch", None))
             while (event := await queue.get()) is not None:
                 yield Change(self._unname(event.key), event.value, event.revision)
             raise copy.copy(cast(RallypointError, session.over))
         finally:
             session._watches.pop(number, None)
             if session.over is None:
-                with contextlib.suppress(RallypointError):
-                    await session.ask("watch", 0.0, native.Drop, number)
+                await self._unwatch(number)
+
+    async def _unwatch(self, number: int) -> None:
+        """Give up a watch; in an outage, leave that for the server to find when it is back."""
+        try:
+            await self._session.ask(ops.Drop(0, number), 0.0)
+        except ServerDown:
+            self._session.send(ops.Drop(0, number))
+        except RallypointError:
+            pass
 
     async def close(self) -> None:
         """End the session: leases are given up, waiting calls raise StoreClosed."""
@@ -410,17 +474,18 @@ class AsyncStore(View):
     async def __aexit__(self, *_: object) -> None:
         await self.close()
 
-    async def _ask(self, operation: str, kind: type[Request], *arguments: Any) -> Any:
-        return self._result(await self._session.ask(operation, 0.0, kind, *arguments))
+    async def _ask(self, op: ops.Op) -> Any:
+        return self._result(await self._session.ask(op))
 
-    async def _wait(
-        self, operation: str, keys: Sequence[str], timeout: Timeout | None, kind: type[Request], *arguments: Any
-    ) -> Any:
+    async def _wait(self, keys: Sequence[str], timeout: Timeout | None, kind: Any, *arguments: Any) -> Any:
         deadline = self._deadline(timeout)
-        wait_s = min(deadline.timeout_s, native.MAX_WAIT_S)
-        outcome = self._result(await self._session.ask(operation, wait_s, kind, *arguments, wait_s))
+        wait_s = min(deadline.timeout_s, ops.MAX_WAIT_S)
+        try:
+            outcome = self._result(await self._session.ask(kind(0, *arguments, wait_s), wait_s or None))
+        except ServerDown as down:
+            raise self._timed_out(kind.verb, keys, keys, deadline, down=str(down)) from None
         if isinstance(outcome, TimedOut):
-            raise self._timed_out(operation, keys, self._unnamed(outcome.missing), deadline)
+            raise self._timed_out(kind.verb, keys, self._unnamed(outcome.missing), deadline)
         return outcome
 
     def _result(self, reply: Reply) -> Any:

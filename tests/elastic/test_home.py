@@ -9,14 +9,19 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from tests.wire import AMPLE_S, read_line, script, wait_for_end
+from tests.wire import AMPLE_S, read_line, script, until, wait_for_end
 
 import rallypoint
 from rallypoint import AddressTaken, ConnectFailed, MeetingError, net
-from rallypoint.elastic import home
+from rallypoint.deadline import Deadline
+from rallypoint.elastic import home, meeting
+from rallypoint.elastic.bell import Bell
+from rallypoint.elastic.events import Events
+from rallypoint.elastic.job import Command, Job
 from rallypoint.server.process import _published
 from rallypoint.server.settings import Settings
 from rallypoint.store import master
@@ -238,6 +243,36 @@ def test_it_ends_when_everybody_has_left(monkeypatch: pytest.MonkeyPatch) -> Non
     pid = about(net.Endpoint("127.0.0.1", store.port))
     store.close()
     wait_for_end(pid)
+
+
+def test_one_with_a_data_directory_is_started_again_by_nobody_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(home, "OUTLIVE_S", 1.0)
+    store = home.find_or_start(net.Endpoint("127.0.0.1", 0), None, AMPLE_S, data_dir=str(tmp_path))
+    endpoint = net.Endpoint("127.0.0.1", store.port)
+    pid = about(endpoint)
+    os.kill(pid, signal.SIGKILL)
+    again = until(lambda: about(endpoint), lambda found: found != pid)
+    store.close()
+    wait_for_end(again)
+
+
+@pytest.mark.parametrize("data_dir", [None, "/some/where"])
+def test_the_server_of_a_node_that_is_alone_is_told_of_it(
+    data_dir: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Told(Exception):
+        pass
+
+    def start(**options: object) -> None:
+        raise Told(options)
+
+    monkeypatch.setattr(meeting, "Server", start)
+    job = Job(command=Command("command", "true", ()), data_dir=data_dir)
+    with pytest.raises(Told) as caught:
+        meeting.Meeting(job, Events("", True, False), Bell()).attach(Deadline(AMPLE_S))
+    assert caught.value.args == ({"data_dir": data_dir},)
 
 
 def test_a_server_does_not_mind_that_whoever_started_it_was_killed() -> None:

@@ -598,6 +598,8 @@ def test_options_of_torchrun_that_do_not_matter_are_noted(place: Place) -> None:
         (["--rdzv-conf=jointimeout=3"], "there is no 'jointimeout'"),
         (["--rdzv-endpoint=a:b:c"], "is not host[:port]"),
         (["--store=localhost:1"], "store URL 'localhost:1'"),
+        (["--store=tcp://localhost:1", "--data-dir=d"], "--data-dir is for a server that this node starts"),
+        (["--data-dir=env"], "env"),
         (["--tee=4"], "'4' is none of 0"),
         (["--local-ranks-filter=x"], "'x' is not a local rank"),
         (["--rdzv-conf=join_timeout=soon"], "join_timeout=soon is no time"),
@@ -648,7 +650,8 @@ def test_a_mistake_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch, wor
         ("-r 3 --module --tee 1 -- --redirect", {"redirects": "3", "tee": "1"}),
         ("--rdzv-endp h:1 --rdzv-conf is_host=F", {"is_host": False, "notes": ()}),
         ("--rdzv-endp h:1 --rdzv-conf is_host=y", {"is_host": True}),
-        ("--rdzv-endp h:1", {"is_host": None, "line_prefix": ""}),
+        ("--rdzv-endp h:1", {"is_host": None, "line_prefix": "", "data_dir": None}),
+        ("--data-dir /tmp", {"data_dir": "/tmp", "alone": True}),
     ],
 )
 def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, words: str, facts: dict[str, object]) -> None:

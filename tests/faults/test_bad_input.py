@@ -17,17 +17,17 @@ from tests.faults.conftest import Start
 from tests.wire import MIB, Peer, Serving
 
 from rallypoint import net
-from rallypoint.core.c10d import Op, encode
+from rallypoint.protocol.c10d import Opcode, encode
 
 BAD = {
-    "an oversized key": encode(Op.SET, b"k" * 8193, b"v"),
+    "an oversized key": encode(Opcode.SET, b"k" * 8193, b"v"),
     "an oversized value": b"\1" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 8 * MIB + 1),
     "an endless value": b"\1" + struct.pack("<Q", 1) + b"k" + struct.pack("<Q", 2**64 - 1) + b"v" * 100_000,
     "an endless list": b"\6" + struct.pack("<Q", 2**63),
     "an unknown opcode": b"\x80",
-    "a second greeting": encode(Op.VALIDATE, 0x3C85F7CE),
+    "a second greeting": encode(Opcode.VALIDATE, 0x3C85F7CE),
     "HTTP in the middle": b"GET / HTTP/1.1\r\n\r\n",
-    "a letter for a number": encode(Op.SET, b"/letter", b"x") + encode(Op.ADD, b"/letter", 1),
+    "a letter for a number": encode(Opcode.SET, b"/letter", b"x") + encode(Opcode.ADD, b"/letter", 1),
     "noise": random.Random(5).randbytes(100_000),
 }
 
@@ -61,12 +61,12 @@ def test_what_is_wrong_ends_only_who_said_it(server: Serving, healthy: Peer) -> 
 
 
 def test_half_a_message_and_then_nothing(server: Serving, healthy: Peer) -> None:
-    message = encode(Op.MULTI_SET, 2, b"/half/a", b"v", b"/half/b", b"v" * 100_000)
+    message = encode(Opcode.MULTI_SET, 2, b"/half/a", b"v", b"/half/b", b"v" * 100_000)
     for size in (1, 9, 20, 50, 5_000, len(message) - 1):
         with server.peer() as peer:
             peer.send(message[:size])
             healthy.work(1)
-    healthy.send(encode(Op.CHECK, 1, b"/half/a"))
+    healthy.send(encode(Opcode.CHECK, 1, b"/half/a"))
     assert healthy.read(1) == b"\1"
     server.until(lambda facts: facts["connections"] == 2)  # the healthy one and this question
     bytes_held = server.statistics()["bytes"]
@@ -75,7 +75,7 @@ def test_half_a_message_and_then_nothing(server: Serving, healthy: Peer) -> None
 
 def test_one_byte_at_a_time(server: Serving, healthy: Peer) -> None:
     slow = server.peer()
-    for byte in encode(Op.MULTI_SET, 2, b"/slow/a", b"one", b"/slow/b", b"two"):
+    for byte in encode(Opcode.MULTI_SET, 2, b"/slow/a", b"one", b"/slow/b", b"two"):
         assert healthy.get(b"/slow/a") == b""
         slow.send(bytes((byte,)))
     slow.ping()
@@ -104,7 +104,7 @@ def test_a_peer_that_asks_and_never_reads(server: Serving, healthy: Peer, value_
     before = server.memory()
     with contextlib.ExitStack() as stack:
         for _ in range(3):
-            flood(stack.enter_context(server.peer()), encode(Op.GET, b"/large") * 100_000)
+            flood(stack.enter_context(server.peer()), encode(Opcode.GET, b"/large") * 100_000)
         healthy.work(30)
         assert healthy.get(b"/large") == b"v" * value_bytes
         grown = server.memory(peak=True) - before
@@ -118,7 +118,7 @@ def test_a_peer_that_reads_late_gets_everything_in_order(server: Serving, health
     for n, value in enumerate(values):
         healthy.set(b"/late/%d" % n, value)
     late = server.peer()
-    late.send(b"".join(encode(Op.GET, b"/late/%d" % n) + encode(Op.ADD, b"/late", 1) for n in range(40)))
+    late.send(b"".join(encode(Opcode.GET, b"/late/%d" % n) + encode(Opcode.ADD, b"/late", 1) for n in range(40)))
     healthy.work(5)
     for n, value in enumerate(values):
         assert late.string() == value
@@ -139,7 +139,7 @@ def test_the_kernel_cuts_a_peer_that_lives_and_reads_nothing(start: Start) -> No
     server = start()
     with server.peer() as healthy, server.peer() as mute:
         healthy.set(b"/large", b"v" * 8 * MIB)
-        mute.send(encode(Op.GET, b"/large") * 100)
+        mute.send(encode(Opcode.GET, b"/large") * 100)
         healthy.work(2)
         facts = server.until(lambda facts: facts["connections"] == 2)  # else it may hold memory for ever
         assert facts["bytes"] < 9 * MIB
@@ -148,7 +148,7 @@ def test_the_kernel_cuts_a_peer_that_lives_and_reads_nothing(start: Start) -> No
 @pytest.mark.parametrize("uvloop", [True, False])
 def test_half_sent_messages_stay_within_the_memory_limit(start: Start, uvloop: bool) -> None:
     server = start(uvloop, max_memory=48 * MIB)
-    half = encode(Op.SET, b"/half", b"v" * 8 * MIB)[: -1 * MIB]
+    half = encode(Opcode.SET, b"/half", b"v" * 8 * MIB)[: -1 * MIB]
     with server.peer() as healthy, contextlib.ExitStack() as stack:
         healthy.set(b"/kept", b"v" * 8 * MIB)
         before = server.memory()
@@ -175,7 +175,7 @@ def test_unread_answers_stay_within_the_memory_limit(start: Start, uvloop: bool)
         before = server.memory()
         for _ in range(30):
             mute = stack.enter_context(server.peer())
-            send_quietly(mute, encode(Op.GET, b"/large") * 100)
+            send_quietly(mute, encode(Opcode.GET, b"/large") * 100)
             healthy.work(1)
         assert healthy.get(b"/large") == b"v" * 8 * MIB
         assert server.statistics()["bytes"] <= 64 * MIB
@@ -188,11 +188,11 @@ def test_a_full_store_ends_only_who_writes(start: Start) -> None:
     with server.peer() as healthy:
         healthy.set(b"/kept", b"v" * MIB)
         for message in (
-            encode(Op.SET, b"/a", b"v" * 4 * MIB),
-            encode(Op.APPEND, b"/kept", b"v" * 3 * MIB),
-            encode(Op.QUEUE_PUSH, b"/q", b"v" * 3 * MIB),
-            encode(Op.MULTI_SET, 2, b"/a", b"", b"/b", b"v" * 3 * MIB),
-            encode(Op.COMPARE_SET, b"/a", b"", b"v" * 3 * MIB),
+            encode(Opcode.SET, b"/a", b"v" * 4 * MIB),
+            encode(Opcode.APPEND, b"/kept", b"v" * 3 * MIB),
+            encode(Opcode.QUEUE_PUSH, b"/q", b"v" * 3 * MIB),
+            encode(Opcode.MULTI_SET, 2, b"/a", b"", b"/b", b"v" * 3 * MIB),
+            encode(Opcode.COMPARE_SET, b"/a", b"", b"v" * 3 * MIB),
         ):
             with server.peer() as writer:
                 send_quietly(writer, message)
@@ -207,7 +207,7 @@ def test_a_full_store_ends_only_who_writes(start: Start) -> None:
 def test_500_connections_with_half_a_message_each(server: Serving, healthy: Peer) -> None:
     net.raise_file_limit(4096)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2000
-    message = encode(Op.SET, b"/one-of-500", b"v" * 2_000)
+    message = encode(Opcode.SET, b"/one-of-500", b"v" * 2_000)
     with contextlib.ExitStack() as stack:
         peers = [stack.enter_context(server.peer()) for _ in range(500)]
         for n, peer in enumerate(peers):

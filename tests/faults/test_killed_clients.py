@@ -13,7 +13,7 @@ import pytest
 from tests.faults.conftest import Start
 from tests.wire import MIB, TOLD, Peer, Serving, read_line, script
 
-from rallypoint.core.c10d import Op, encode
+from rallypoint.protocol.c10d import Opcode, encode
 
 CLIENT = """
 import socket, sys
@@ -30,8 +30,8 @@ for message in sys.argv[3:]:
 sys.stdin.read()
 """
 
-PING = encode(Op.PING, 7)
-IN_LINE = encode(Op.WAIT, 1, b"/q")
+PING = encode(Opcode.PING, 7)
+IN_LINE = encode(Opcode.WAIT, 1, b"/q")
 
 
 def send(*messages: bytes) -> str:
@@ -66,7 +66,7 @@ def kill(child: subprocess.Popen[bytes]) -> None:
 
 def test_a_wait_is_forgotten(server: Serving, survivor: Peer) -> None:
     keys = [b"/never/%d" % n for n in range(1000)]
-    waits = [encode(Op.WAIT, 1, b"/never"), encode(Op.WAIT, len(keys), *keys), IN_LINE]
+    waits = [encode(Opcode.WAIT, 1, b"/never"), encode(Opcode.WAIT, len(keys), *keys), IN_LINE]
     for wait in waits:
         with client(server, send(wait, PING), "read:4") as child:
             assert server.statistics()["waiting"] == 1
@@ -79,7 +79,7 @@ def test_a_wait_is_forgotten(server: Serving, survivor: Peer) -> None:
 
 
 def test_an_arrival_is_taken_back(server: Serving, survivor: Peer) -> None:
-    arrive = encode(Op.BARRIER, b"/b", 3)
+    arrive = encode(Opcode.BARRIER, b"/b", 3)
     with server.peer() as other, client(server, send(arrive, PING), "read:4") as child:
         other.send(arrive)
         other.ping()
@@ -123,7 +123,7 @@ def test_a_turn_that_is_not_used_is_taken_back_from_the_living_too(server: Servi
 
 
 def test_half_a_message_never_happened(server: Serving, survivor: Peer) -> None:
-    message = encode(Op.MULTI_SET, 2, b"/a", b"v", b"/b", b"v" * 50_000)
+    message = encode(Opcode.MULTI_SET, 2, b"/a", b"v", b"/b", b"v" * 50_000)
     survivor.wait(b"/a")
     with client(server, send(message[:-1])) as child:
         kill(child)
@@ -136,7 +136,7 @@ def test_half_a_message_never_happened(server: Serving, survivor: Peer) -> None:
 
 def test_an_answer_that_nobody_takes_is_let_go(server: Serving, survivor: Peer) -> None:
     survivor.set(b"/large", b"v" * 8 * MIB)
-    with client(server, send(encode(Op.GET, b"/large") * 50), "read:100") as child:
+    with client(server, send(encode(Opcode.GET, b"/large") * 50), "read:100") as child:
         kill(child)
         facts = server.until(lambda facts: facts["connections"] == 2)
     assert facts["bytes"] < 8 * MIB + 1000
@@ -144,10 +144,10 @@ def test_an_answer_that_nobody_takes_is_let_go(server: Serving, survivor: Peer) 
 
 def test_a_crowd_that_waits_is_killed_at_once(server: Serving, survivor: Peer) -> None:
     steps = [
-        send(encode(Op.WAIT, 2, b"/x", b"/y"), PING),
-        send(encode(Op.BARRIER, b"/b", 100), PING),
+        send(encode(Opcode.WAIT, 2, b"/x", b"/y"), PING),
+        send(encode(Opcode.BARRIER, b"/b", 100), PING),
         send(IN_LINE, PING),
-        send(encode(Op.SET, b"/half", b"v" * 1000)[:-1]),
+        send(encode(Opcode.SET, b"/half", b"v" * 1000)[:-1]),
     ]
     with contextlib.ExitStack() as stack:
         children = [stack.enter_context(client(server, steps[n % 4])) for n in range(24)]

@@ -32,7 +32,8 @@ WORKERS, OPERATIONS = 4, 12
 class Crew:
     """The worker processes, each behind a proxy of its own that can cut it."""
 
-    def __init__(self, port: int, stack: ExitStack) -> None:
+    def __init__(self, port: int, stack: ExitStack, operations: int = OPERATIONS) -> None:
+        self._operations = operations
         self.cutters = [stack.enter_context(Cutter(port)) for _ in range(WORKERS)]
         script = str(Path(__file__).with_name("worker.py"))
         self.workers = [
@@ -53,7 +54,7 @@ class Crew:
         chance = random.Random(f"{seed} cuts")
         for worker in self.workers:
             assert worker.stdin is not None
-            worker.stdin.write(json.dumps([seed, number, OPERATIONS]) + "\n")
+            worker.stdin.write(json.dumps([seed, number, self._operations]) + "\n")
             worker.stdin.flush()
         done = threading.Event()
         cutting = threading.Thread(target=self._cut, args=(chance, done))
@@ -66,7 +67,10 @@ class Crew:
 
     def _cut(self, chance: random.Random, done: threading.Event) -> None:
         while not done.wait(chance.uniform(0.0, 0.005)):
-            chance.choice(self.cutters).arm(chance.choice((UP, DOWN)), chance.randrange(1, 200))
+            self._cut_one(chance)
+
+    def _cut_one(self, chance: random.Random) -> None:
+        chance.choice(self.cutters).arm(chance.choice((UP, DOWN)), chance.randrange(1, 200))
 
 
 def answer(worker: subprocess.Popen[str]) -> list[Any]:

@@ -14,6 +14,7 @@ from tests.kinds import AMPLE_S, with_leases
 
 from rallypoint import Barrier, Group, Lock, MembersLost, MembersMissing, Server, SessionLost, TCPStore
 from rallypoint.core import barrier as machines
+from rallypoint.core import ops
 from rallypoint.core.machine import Call
 from rallypoint.deadline import Deadline
 from rallypoint.recipes import hosting, leasehost, storehost, vigil
@@ -33,19 +34,11 @@ class Observed(MemoryBackend):
         self.calls: list[str] = []
         self.waits = threading.Event()
 
-    def _call(self, operation: Callable[..., Any], *arguments: Any) -> Any:
-        self.calls.append(operation.__name__)
-        return super()._call(operation, *arguments)
-
-    def _wait(self, operation: Callable[..., Any], deadline: Deadline, *arguments: Any) -> Any:
-        self.calls.append("get" if operation.__name__ == "wait_values" else operation.__name__)
-        if operation.__name__ == "wait":
+    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+        self.calls.append(op.verb)
+        if isinstance(op, ops.Wait):
             self.waits.set()
-        return super()._wait(operation, deadline, *arguments)
-
-    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
-        self.calls.append("lease")
-        super()._call(self.hub.engine.set, key, value, self)
+        return super().execute(op, deadline)
 
     def watch(self, prefix: bytes) -> Any:
         self.calls.append("watch")
@@ -92,7 +85,7 @@ def session_of(store: Any) -> str:
 # Nobody polls
 
 
-FIRST = ["lease", "get", "compare_set", "compare_set", "watch", "list_keys", "wait"]
+FIRST = ["lease", "multi_get", "compare_set", "compare_set", "watch", "list_keys", "wait"]
 """What is asked for one that comes first to an object, and waits: its sign of life, the state, its change, the ear."""
 
 
@@ -103,8 +96,9 @@ def test_whoever_waits_asks_for_nothing_until_it_is_told(open_one: Open) -> None
         assert first._backend.waits.wait(AMPLE_S)
         Barrier(last, "b", 2).wait(1, AMPLE_S)
         waiting.result(AMPLE_S)
-    assert first._backend.calls == [*FIRST, "get"]
-    assert last._backend.calls == ["lease", "get", "compare_set", "set", "delete"], "who need not wait has no ear"
+    assert first._backend.calls == [*FIRST, "multi_get"]
+    calls = ["lease", "multi_get", "compare_set", "set", "delete_key"]
+    assert last._backend.calls == calls, "who need not wait has no ear"
 
 
 def test_who_is_heard_of_is_not_asked_for(open_one: Open) -> None:
@@ -133,7 +127,8 @@ def test_a_death_is_buried_by_one_change_and_wakes_who_waits(open_one: Open) -> 
         with pytest.raises(MembersLost, match="1"):
             waiting.result(AMPLE_S)
         assert lost.exception(AMPLE_S) is not None
-    assert sorted(first._backend.calls[len(FIRST) :]) == sorted(["get", "get", "compare_set", "set", "delete", "get"])
+    burial = ["multi_get", "multi_get", "compare_set", "set", "delete_key", "multi_get"]
+    assert sorted(first._backend.calls[len(FIRST) :]) == sorted(burial)
 
 
 def test_many_deaths_are_one_change(open_one: Open) -> None:
@@ -149,7 +144,7 @@ def test_many_deaths_are_one_change(open_one: Open) -> None:
     host._change("barrier:b", machines.Barrier, arrive, Deadline(AMPLE_S))
     store._backend.calls.clear()
     host._bury("barrier:b", machines.Barrier, host._vigil.ask(dead))
-    assert store._backend.calls == ["check", "list_keys", "get", "compare_set", "set", "delete"]
+    assert store._backend.calls == ["check", "list_keys", "multi_get", "compare_set", "set", "delete_key"]
     state, machine = host._open(host._fetch("barrier:b")[0], machines.Barrier)
     assert (state.ended, machine.sessions(), state.version) == (dead, set(), 5)
     host._bury("barrier:b", machines.Barrier, [str(number) for number in range(ENDED)])
@@ -302,7 +297,10 @@ with lock:
 STUCK = """
 from rallypoint.recipes import life
 life.EXIT_S = 0.1
-store._backend.unlease = lambda key: threading.Event().wait()
+execute = store._backend.execute
+def stuck(op, deadline=None):
+    return threading.Event().wait() if op.__class__.__name__ == "Unlease" else execute(op, deadline)
+store._backend.execute = stuck
 rallypoint.Lock(store, "l").acquire()
 print("end")
 """

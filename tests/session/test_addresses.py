@@ -20,8 +20,9 @@ from tests.wire import read_line, script
 
 import rallypoint
 from rallypoint import Store
-from rallypoint.core.native import ACCEPTED, PREFACE, VERSION, Frames, Status, frame
+from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
+from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Frames, frame
 from rallypoint.recipes.hosting import host_of
 from rallypoint.store import route, wire
 
@@ -392,7 +393,7 @@ def test_a_session_that_ended_meanwhile_is_lost_at_every_address(server: rallypo
         wire = store._backend._wire  # type: ignore[attr-defined]
         wire._core.session = b"ended"
         ways[0].stop()
-        with pytest.raises(rallypoint.SessionLost, match=rf"{ways[1].port} \(one of 127.*knows no such session"):
+        with pytest.raises(rallypoint.SessionLost, match=rf"{ways[1].port} \(one of 127.*unknown session: expired"):
             store.get("k")
 
 

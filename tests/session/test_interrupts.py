@@ -19,8 +19,9 @@ from tests.cutter import Cutter
 
 import rallypoint
 from rallypoint import aio
-from rallypoint.core.client import Client
+from rallypoint.core import ops
 from rallypoint.deadline import Deadline
+from rallypoint.protocol.client import Client
 from rallypoint.store.slot import Slot
 
 DEADLINE_S = 60
@@ -137,7 +138,7 @@ CALLS: dict[str, Callable[[rallypoint.Store], object]] = {
     "add": lambda store: store.add("n", 1),
     "queue_pop": lambda store: store.queue_pop("q"),
     "wait": lambda store: store.wait(["there"]),
-    "pipeline": lambda store: store._backend.pipeline([("add", (b"/n", 1)), ("add", (b"/n", 1))]),
+    "pipeline": lambda store: store._backend.pipeline([ops.Add(0, b"/n", 1), ops.Add(0, b"/n", 1)]),
 }
 
 
@@ -164,11 +165,11 @@ def test_ctrl_c_while_a_pipeline_is_numbered_costs_the_pipeline_and_no_more(
     """None of it was sent, so after a cut none of it may be repeated, behind the later numbers."""
     ask, asked = Client.ask, []
 
-    def interrupted(client: Client, *arguments: Any) -> Any:
+    def interrupted(client: Client, *arguments: Any, **more: Any) -> Any:
         asked.append(arguments)
         if len(asked) == 5 and moment == "before":
             raise KeyboardInterrupt
-        request = ask(client, *arguments)
+        request = ask(client, *arguments, **more)
         if len(asked) == 5:
             raise KeyboardInterrupt
         return request
@@ -177,7 +178,7 @@ def test_ctrl_c_while_a_pipeline_is_numbered_costs_the_pipeline_and_no_more(
         cut.lease("mine", "v")
         monkeypatch.setattr(Client, "ask", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            cut._backend.pipeline([("add", (b"/n", 1))] * 10)
+            cut._backend.pipeline([ops.Add(0, b"/n", 1) for _ in range(10)])
         monkeypatch.undo()
         assert len(asked) == 5 and cut.add("n", 1) == 1
         for total in range(2, 5):

@@ -8,8 +8,9 @@ import pytest
 from tests.cutter import UP, Cutter
 
 import rallypoint
-from rallypoint.core.native import Beat, frame
+from rallypoint.core.ops import Beat
 from rallypoint.deadline import Deadline
+from rallypoint.protocol.native import frame
 from rallypoint.store import keeper, wire
 
 DEADLINE_S = 60

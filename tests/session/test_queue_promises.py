@@ -17,7 +17,7 @@ from tests.wire import AMPLE_S, Peer, until
 
 import rallypoint
 import rallypoint.aio
-from rallypoint.core.c10d import Op, encode
+from rallypoint.protocol.c10d import Opcode, encode
 
 TAKER = """
 import sys, rallypoint
@@ -172,7 +172,7 @@ def test_an_item_goes_with_the_connection_of_a_pytorch_client_that_does_not_read
         for item in "ab":
             store.queue_push("q", item)
         with Peer(("127.0.0.1", server.port)) as taker:
-            taker.send(encode(Op.QUEUE_POP, b"/q"))
+            taker.send(encode(Opcode.QUEUE_POP, b"/q"))
             until(lambda: store.queue_len("q"), lambda length: length == 1)
         until(server.statistics, lambda facts: [one["speaks"] for one in facts["clients"]].count("torch") == 0)
         assert (store.queue_pop("q"), store.queue_len("q")) == (b"b", 0)

@@ -17,8 +17,9 @@ import pytest
 from tests.cutter import DOWN, Cutter
 
 import rallypoint
-from rallypoint.core.native import ACCEPTED, PREFACE, Status, Welcome, frame
+from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
+from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
 from rallypoint.store import keeper
 
 DEADLINE_S = 60

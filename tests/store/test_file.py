@@ -360,7 +360,7 @@ def test_a_log_cut_at_any_byte_of_its_last_record_goes_on_without_it(tmp_path: P
         someone = LogFile(path)
         someone.claim(1)  # so that it is not a dead run's
         with FileStore(path) as store:
-            assert store.list_keys() == (["one", "two", "last"] if whole else ["one", "two"])
+            assert store.list_keys() == (["last", "one", "two"] if whole else ["one", "two"])
             assert os.path.getsize(path) == size
             store.set("next", "3")
             someone.try_mutex()
@@ -817,7 +817,7 @@ def test_an_interrupt_inside_any_call_leaves_the_store_as_others_see_it(
             sys.settrace(before)
         assert not hub.lock.locked() and not hub.line and hub._poller is None
         seen = as_others_see_it(path)
-        assert store.num_keys() == seen.num_keys()
+        assert store.num_keys() == len(seen.values())
         assert vars_of(hub.replica) == vars_of(seen), f"interrupted in call {calls} of the operation"
     assert calls > 10
 
@@ -902,7 +902,7 @@ def test_the_leases_and_arrivals_of_a_killed_process_vanish(store: FileStore, st
             (change.key, change.value) for change in (watch.next(LONG_S), watch.next(LONG_S), watch.next(LONG_S))
         }
     assert changes == {("lease/1", None), ("lease/2", None), ("gate", b"0")}
-    assert store.list_keys() == ["taken over", "gate"]
+    assert store.list_keys() == ["gate", "taken over"]
 
 
 def test_a_lease_ends_with_its_handle_also_for_others(store: FileStore, start: Start) -> None:
@@ -910,7 +910,7 @@ def test_a_lease_ends_with_its_handle_also_for_others(store: FileStore, start: S
     lease = twin.lease("lease", "value")
     kept = store.lease("kept", "value")
     child = start("store = opened(); watch = store.watch(''); say(store.list_keys()); say(watch.next().key)")
-    assert child.hear() == "['lease', 'kept']"
+    assert child.hear() == "['kept', 'lease']"
     twin.close()
     assert child.hear() == "lease"
     with pytest.raises(StoreClosed):
@@ -939,7 +939,7 @@ def test_a_forked_child_is_a_member_of_its_own(path: str, store: FileStore, star
         store.close()
     """)
     assert [parent.hear() for _ in range(4)] == ["b'value'", "there", "to the child", "None"]
-    assert parent.hear() == "parent's, from the child, to the child"
+    assert parent.hear() == "from the child, parent's, to the child"
 
 
 def test_a_child_that_only_inherited_a_store_does_not_keep_its_parent_alive(store: FileStore, start: Start) -> None:
@@ -1024,4 +1024,4 @@ def test_statistics_count_users_things_only(store: FileStore, start: Start) -> N
     assert child.hear() == "done"
     statistics = store.statistics()
     assert (statistics.keys, statistics.leased_keys, statistics.queues, statistics.revision) == (2, 1, 0, 2)
-    assert store.num_keys() == 2 and store.list_keys() == ["lease", "key"]
+    assert store.num_keys() == 2 and store.list_keys() == ["key", "lease"]

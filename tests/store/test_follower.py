@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from rallypoint.core import ops
 from rallypoint.core.records import Event
 from rallypoint.core.replica import (
     Append,
@@ -48,7 +49,7 @@ class Process:
         self.follower.log.free_mutex()
         self.member = self.follower.admit()
         self.seen = self.follower.replica.values()
-        self.seat = Seat(self, lambda engine, seat: engine.watch(b"", seat, seat))
+        self.seat = Seat(self, ops.Watch(0, b""))
         self.follower.sit(self.seat)
         self.tickets = 0
 
@@ -244,10 +245,7 @@ def test_the_one_that_compacts_loses_no_event_and_sees_none_twice(tmp_path: Path
 
 def test_a_wait_goes_on_over_a_compaction(tmp_path: Path) -> None:
     writer, reader = Process(str(tmp_path / "log")), Process(str(tmp_path / "log"))
-    seats = [
-        Seat(reader, lambda engine, seat: engine.wait_values([b"a"], seat, None, seat)),
-        Seat(reader, lambda engine, seat: engine.wait_values([b"b"], seat, None, seat)),
-    ]
+    seats = [Seat(reader, ops.MultiGet(0, [key], 1.0)) for key in (b"a", b"b")]
     for seat in seats:
         reader.follower.sit(seat)
     writer.commit(Set(b"a", b"1"))
@@ -271,11 +269,11 @@ def test_of_many_dead_owners_each_look_buries_some_until_all_are(tmp_path: Path)
         if number % 3:
             other.follower.log.close()
     looks = 0
-    while observer.follower.replica.num_keys() > OWNERS_PER_LOOK or not looks:
+    while len(observer.follower.replica.values()) > OWNERS_PER_LOOK or not looks:
         observer.look()
         looks += 1
         assert looks < 20
-    assert sorted(map(int, observer.follower.replica.list_keys())) == list(range(0, 3 * OWNERS_PER_LOOK, 3))
+    assert sorted(map(int, observer.follower.replica.values())) == list(range(0, 3 * OWNERS_PER_LOOK, 3))
 
 
 def test_an_interrupt_between_any_two_lines_leaves_nothing_half_done(
@@ -285,7 +283,7 @@ def test_an_interrupt_between_any_two_lines_leaves_nothing_half_done(
     process.commit(Push(b"q", b"1"))
 
     def interrupted(self: Push, to: Replica) -> None:
-        to.queue_push(self.key, self.value)
+        to.push(self.key, self.value)
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
@@ -294,4 +292,4 @@ def test_an_interrupt_between_any_two_lines_leaves_nothing_half_done(
             process.commit(Push(b"q", b"2"))
     process.follower.log.free_mutex()
     process.look()
-    assert process.follower.replica.queue_len(b"q") == 2
+    assert process.follower.replica.execute(ops.QueueLen(0, b"q")) == 2

@@ -7,7 +7,7 @@ import pytest
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed
 from rallypoint.net import Endpoint, Endpoints
-from rallypoint.store.route import LEAST_S, PATIENCE_S, PAUSE_S, Route, Search
+from rallypoint.store.route import GROWTH, LEAST_S, PATIENCE_S, PAUSE_S, Route, Search
 
 A, B, C = (Endpoint(name, 1) for name in "abc")
 
@@ -66,9 +66,42 @@ def test_each_of_several_has_a_moment_that_doubles() -> None:
     moments = []
     for _ in range(8):
         moments += [turn.timeout_s for _, turn in search.round()]
-        assert PAUSE_S[0] <= search.pause_s() <= PAUSE_S[1]
+        search.pause_s()
     assert moments == [moment for doubled in (1, 2, 4, 8, 16, 30, 30, 30) for moment in (doubled, doubled)]
     assert moments[0] == PATIENCE_S[0]
+
+
+def pauses(route: Route, resumes: bool = False) -> list[float]:
+    """How long a search along a route pauses, again and again."""
+    search = Search(route, Deadline(1e6), resumes)
+    return [search.pause_s() for _ in range(40) if tried(search)]
+
+
+def test_pauses_grow_from_a_moment_to_a_second_and_no_two_clients_keep_step() -> None:
+    for pauses_s in (pauses(route(A, B)), pauses(route(A), resumes=True)):
+        for pause_s, most_s in zip(pauses_s, (PAUSE_S[0] * GROWTH**n for n in range(40)), strict=True):
+            assert min(most_s, PAUSE_S[1]) / 2 <= pause_s <= min(most_s, PAUSE_S[1])
+    assert PAUSE_S == (0.01, 1.0)
+    clients = [pauses(route(A), resumes=True) for _ in range(100)]
+    returns = sorted(sum(pauses_s) for pauses_s in clients)
+    assert returns[-1] - returns[0] > PAUSE_S[1], "they come back over more than a second"
+    assert len(set(returns)) == len(returns)
+
+
+def test_a_single_address_is_tried_again_where_a_session_is_resumed() -> None:
+    search, moments = Search(route(A), Deadline(1e6), resumes=True), []
+    for _ in range(5):
+        moments += [turn.timeout_s for _, turn in search.round()]
+        search.pause_s()
+    assert moments == [2, 4, 8, 10, 10]
+
+
+def test_no_answer_of_a_stranger_ends_the_search_for_a_session() -> None:
+    search = Search(route(A), Deadline(60), resumes=True)
+    for _ in range(3):
+        assert tried(search, useless=(A,)) == [A]
+        search.pause_s()
+    assert search.why == "refused"
 
 
 def test_a_short_time_is_shared() -> None:

@@ -60,12 +60,18 @@ def wait(store: Store, keys: tuple[str, ...], timeout: float | None, verbose: bo
         try:
             return store.wait(keys, PROGRESS_S)
         except StoreTimeout as error:
-            tell(Waiting(f"{len(error.missing)} of {len(keys)} keys are missing: {', '.join(error.missing)}"))
+            missing = f"{len(error.missing)} of {len(keys)} keys are missing: {', '.join(error.missing)}"
+            tell(Waiting(error.down or missing))
     try:
         store.wait(keys, deadline.remaining())
     except StoreTimeout as error:
         raise StoreTimeout(
-            operation="wait", keys=keys, missing=error.missing, timeout_s=deadline.timeout_s, store=error.store
+            operation="wait",
+            keys=keys,
+            missing=error.missing,
+            timeout_s=deadline.timeout_s,
+            store=error.store,
+            down=error.down,
         ) from None
 
 

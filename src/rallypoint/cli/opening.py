@@ -5,6 +5,8 @@ A value that is text goes out with a newline, as scripts expect; any other as it
 is not printable is shown as an escape, for people; programs ask for --json, which has the exact bytes as base64.
 
 SIGTERM and SIGHUP end a command as Ctrl-C does: what waits is taken back first, so that others do not count on it.
+
+When the server is down for more than a moment, that is said once on standard error, and once when it is back.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import click
 
 import rallypoint
 from rallypoint.cli import COMMANDS
+from rallypoint.store import outage
 from rallypoint.store.url import parse_url
 from rallypoint.text import printable
 
@@ -81,7 +84,7 @@ def store_command(name: str, dashed: bool = False) -> Callable[[Callable[..., No
         )
         @functools.wraps(function)
         def run(url: str | None, connect_timeout: float, **options: Any) -> None:
-            with _signals(), _open(url, connect_timeout) as store:
+            with _signals(), outage.shown_by(_say), _open(url, connect_timeout) as store:
                 try:
                     function(store, **options)
                 except rallypoint.RallypointError:
@@ -155,6 +158,10 @@ def _open(url: str | None, connect_s: float) -> rallypoint.Store:
         raise rallypoint.NetworkError(f"cannot open {url}: {error}") from None
     store.set_timeout(wait_s)
     return store
+
+
+def _say(words: str) -> None:
+    click.echo(printable(words), err=True)
 
 
 def given(value: str) -> bytes:

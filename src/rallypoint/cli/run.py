@@ -214,6 +214,12 @@ def _noted(function: Any) -> Any:
     "store", ours=True, callback=_checked(_url), help="URL of a server that runs (tcp://…), or of etcd (etcd://…)."
 )
 @_option(
+    "data-dir",
+    ours=True,
+    callback=_read(directory),
+    help="Where the server that this node starts keeps its state, to go on when it dies.  [in memory]",
+)
+@_option(
     "node",
     ours=True,
     callback=_read(printable_name),
@@ -261,6 +267,14 @@ def _rules(told: dict[str, Any]) -> Rules:
     )
 
 
+def _store(told: dict[str, Any]) -> str | None:
+    """Return the URL of the store that runs already, if there is one."""
+    store: str | None = None if told["standalone"] else told["store"]
+    if store and told["data_dir"]:
+        raise click.UsageError("--data-dir is for a server that this node starts, and that of --store runs already")
+    return store
+
+
 def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
     least, most = told["nnodes"]
     if told["standalone"] and least > 1:
@@ -276,7 +290,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
     if told["module"] and told["no_python"]:
         raise click.UsageError("--module and --no-python exclude each other: SCRIPT is a module, or any command")
     conf: dict[str, Any] = told["rdzv_conf"] or dict(CONF)
-    store = None if told["standalone"] else told["store"]
+    store = _store(told)
     if HOST in conf and (store or not endpoint):
         _note(f"--rdzv-conf {HOST}", "the server of --store runs already" if store else "the server is this node's own")
     kind = "module" if told["module"] else "command" if told["no_python"] else "script"
@@ -290,6 +304,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         endpoint=endpoint or None,
         is_host=conf.get(HOST),
         store=store,
+        data_dir=told["data_dir"],
         node=told["node"],
         node_rank=told["node_rank"],
         local_address=told["local_addr"],

@@ -32,9 +32,9 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return size
 
 
-def _grace(ctx: click.Context, param: click.Parameter, value: float) -> float:
+def _duration(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
     """Check a duration; neither "nan" nor "inf" is one."""
-    if not 0 <= value <= MAX_GRACE_S:
+    if value is not None and not 0 <= value <= MAX_GRACE_S:
         raise click.BadParameter(f"{value:g} is not a number of seconds from 0 to {MAX_GRACE_S:g}")
     return value
 
@@ -71,16 +71,30 @@ def _grace(ctx: click.Context, param: click.Parameter, value: float) -> float:
     "--grace",
     "grace_s",
     type=float,
-    callback=_grace,
+    callback=_duration,
     default=DEFAULT_GRACE_S,
     show_default=True,
     help="Seconds that a client's session, and its leases, outlive its connection.",
+)
+@click.option(
+    "--data-dir",
+    type=click.Path(file_okay=False),
+    help="Keep the state in this directory: started again there, the server goes on with it.  [in memory]",
+)
+@click.option(
+    "--recovery",
+    "recovery_s",
+    type=float,
+    callback=_duration,
+    metavar="SECONDS",
+    help="How long sessions outlive the server's own absence, with --data-dir.  [60]",
 )
 def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **options: Any) -> None:
     """Serve a store that rallypoint and PyTorch programs can use, until SIGTERM or Ctrl-C.
 
     PyTorch's protocol, our own and HTTP (/healthz, /, /statistics) share the one port. It binds exactly the addresses
     asked for. With --engine it is a gateway: any number of them, on the same cluster and space, are one store.
+    With --data-dir its clients go on when it has died and was started again, which it leaves to systemd and the like.
     """
     from rallypoint.server.process import serve
 
@@ -88,6 +102,10 @@ def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **op
         raise click.UsageError("--fd is a socket that is bound already; it goes without --host and --port")
     if len(set(fds)) < len(fds):
         raise click.UsageError("--fd has the same descriptor more than once")
+    if options["data_dir"] is not None and options["engine"] is not None:
+        raise click.UsageError("--data-dir and --engine exclude each other: the state is in one of them")
+    if options["recovery_s"] is not None and options["data_dir"] is None:
+        raise click.UsageError("--recovery needs --data-dir: without one the server forgets all sessions")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
     settings = Settings(hosts=hosts or ("127.0.0.1",), port=DEFAULT_PORT if port is None else port, fds=fds, **options)
     try:

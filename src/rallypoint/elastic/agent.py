@@ -33,6 +33,7 @@ from rallypoint.elastic.rendezvous import Rendezvous
 from rallypoint.elastic.world import World
 from rallypoint.errors import MeetingError, NetworkError, RallypointError, RunClosed
 from rallypoint.server.settings import DEFAULT_GRACE_S
+from rallypoint.store import outage
 
 __all__ = ["Agent"]
 
@@ -74,7 +75,11 @@ class Agent:
 
     def run(self) -> int:
         """Run the job; return the exit code."""
-        with self._bell.rung_by_signals(), contextlib.ExitStack() as stack:
+        with (
+            self._bell.rung_by_signals(),
+            outage.shown_by(self._server_away, "rallypoint.server"),
+            contextlib.ExitStack() as stack,
+        ):
             try:
                 for note in self._job.notes:
                     self._events.say("note", note)
@@ -92,6 +97,10 @@ class Agent:
             self._meeting.failed = words
             self._stop()
             return 1
+
+    def _server_away(self, words: str) -> None:
+        """Tell that the server is down, is started again, or is back; meanwhile the workers run on."""
+        self._events.say("server", words)
 
     # Rounds
 

@@ -131,18 +131,20 @@ def find_or_start(
     is_host: bool | None,
     timeout_s: float,
     on_failure: Callable[[ConnectFailed], object] = lambda error: None,
+    data_dir: str | None = None,
 ) -> TCPStore:
     """Connect to the server of an endpoint, after starting it if that is here and nobody has (`is_host` overrules).
 
-    `on_failure` is called after every attempt in vain. Raises AddressTaken where something else has the port,
-    ConnectFailed where nobody, or no server of ours, answers in time.
+    With `data_dir` a server that is started keeps its state there. `on_failure` is called after every attempt in vain.
+    Raises AddressTaken where something else has the port, ConnectFailed where nobody, or no server of ours, answers in
+    time.
     """
     deadline = Deadline(timeout_s)
     port = endpoint.port
     while True:
         hosts = to_bind(endpoint.host, is_host)  # anew each time: a name may be known to the resolver only later
         if hosts:
-            server = master.serve(hosts, port, True, None, deadline, OUTLIVE_S)
+            server = master.serve(hosts, port, True, None, deadline, OUTLIVE_S, data_dir)
             port = port if server is None else server.port
         attempt = Deadline(min(ATTEMPT_S, deadline.remaining()))
         try:

@@ -80,6 +80,9 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     store: str | None = None
     """The URL of a server that runs already."""
 
+    data_dir: str | None = None
+    """Where the server keeps its state if this node starts it; None: in its memory."""
+
     node: str | None = None
     node_rank: int | None = None
     local_address: str | None = None

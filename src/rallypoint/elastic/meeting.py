@@ -134,7 +134,7 @@ class Meeting:
     def _open(self, deadline: Deadline) -> home.Home:
         job, within_s = self._job, deadline.remaining()
         if job.alone:
-            server = self._stack.enter_context(Server())
+            server = self._stack.enter_context(Server(data_dir=job.data_dir))
             alone = TCPStore("127.0.0.1", server.port, timeout=READ_S, wait_for_workers=False)
             return home.Home(alone, net.Endpoint("127.0.0.1", server.port))
         url = None if job.store is None else parse_url(job.store)
@@ -143,7 +143,8 @@ class Meeting:
                 return home.on_etcd(url.text, job.run_id, within_s, self._bell.ring)
         endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
         with self._searching(f"no server answers at {endpoint} yet"):
-            store = home.find_or_start(endpoint, False if url else job.is_host, within_s, self._in_vain)
+            is_host = False if url else job.is_host
+            store = home.find_or_start(endpoint, is_host, within_s, self._in_vain, job.data_dir)
         return home.Home(store, net.Endpoint(endpoint.host, store.port))
 
     @contextlib.contextmanager

@@ -17,7 +17,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 from rallypoint import errors
-from rallypoint.core.machine import Command, Done, Machine, Refused, Undo, Waiting
+from rallypoint.core import ops
+from rallypoint.core.machine import Command, Disconnected, Done, Machine, Refused, Undo, Waiting
 from rallypoint.deadline import Deadline
 from rallypoint.errors import MeetingError, MembersMissing, RallypointError
 from rallypoint.store.base import Store
@@ -32,6 +33,9 @@ PROGRESS_S = 10.0
 
 ADVICE = {"lock": "Look at its holder: does it run, and will it release the lock?"}
 """What to do about a time-out where nobody is missing, by kind of object."""
+
+DOWN = "This call is taken back when the server is back; whether it came true is not known. Is it being restarted?"
+"""What to say of a time-out while the server is down."""
 
 Progress = Callable[[Waiting], object]
 """What is called now and then while a call waits."""
@@ -61,7 +65,9 @@ class ServerHost:
 
     def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
         """Ask the server."""
-        return self._store._backend.act(self._store._name(name), member, call, command, wait_s)
+        op = ops.Act(0, self._store._name(name), member, call, command, wait_s)  # type: ignore[arg-type]
+        outcome: Done | Refused | Waiting = self._store._backend.execute(op)
+        return outcome
 
     def make_sure(self, name: str, kind: type[Machine]) -> None:
         """Do nothing: the server knows when a session ends."""
@@ -148,7 +154,7 @@ class Object:
             withdrawn=outcome.withdrawn,
             timeout_s=deadline.timeout_s,
             reason=outcome.reason,
-            advice=ADVICE.get(self.kind, ""),
+            advice=DOWN if isinstance(outcome, Disconnected) else ADVICE.get(self.kind, ""),
         )
 
     def _carry_through(

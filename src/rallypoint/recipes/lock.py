@@ -20,8 +20,9 @@ class Lock(Recipe):
     """A lock that the processes of a job share: a context manager, first come, first served.
 
     It hangs on the session of the store that it was made with. Give `fence`, which grows with every holder, along with
-    whatever the lock protects, so that the work of one that lost it without knowing can be refused. A `with` block
-    whose lock was lost meanwhile ends with SessionLost.
+    whatever the lock protects, so that the work of one that lost it without knowing can be refused: one that is cut off
+    from a server that recovers believes in it for as long as that may be away. A `with` block whose lock was lost
+    meanwhile ends with SessionLost.
     """
 
     def __init__(self, store: Any, name: str, member: str = "holder", progress: Progress | None = None) -> None:

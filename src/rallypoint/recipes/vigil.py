@@ -25,6 +25,7 @@ import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator
 
+from rallypoint.core import ops
 from rallypoint.deadline import Deadline
 from rallypoint.errors import StoreTimeout
 from rallypoint.recipes.life import PULSES, Keeper, Life, key_of, life_of
@@ -138,7 +139,7 @@ class _Keeper(Keeper):
             with self._leasing:
                 self._over = True
                 store = self._hold()
-                store._backend.unlease(store._name(key_of(self._session)))
+                store._backend.execute(ops.Unlease(0, store._name(key_of(self._session))))
             if self.ear is not None:
                 self.ear.close()
         self.ear = None
@@ -214,7 +215,7 @@ class _Ear(threading.Thread):
 
 def _all(store: Store) -> set[str]:
     """Return all sessions that live."""
-    names = store._backend.list_keys(store._name(PULSES))
+    names = store._backend.execute(ops.List(0, store._name(PULSES)))
     return {store._unname(name)[len(PULSES) :] for name in names}
 
 

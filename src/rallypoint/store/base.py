@@ -2,8 +2,8 @@
 
 `Store` has the public operations, with PyTorch's names, argument order and meaning. It checks what it is given, turns
 names into bytes, takes the deadline, and turns outcomes into errors that speak of the caller's keys. All of that is
-written once, here. A `Backend` is what differs between stores: the same operations on bytes, whose expected outcomes
-are return values (`TimedOut`, None). `PrefixStore` is therefore only another view of the same backend.
+written once, here. A `Backend` is what differs between stores: it executes operations of `core/ops.py`, whose expected
+outcomes are return values (`TimedOut`, None). `PrefixStore` is therefore only another view of the same backend.
 
 Rejected: a `PrefixStore` that forwards every method; each of them would check its arguments twice.
 """
@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from rallypoint.core.machine import Command, Done, Refused, Waiting
+from rallypoint.core import ops
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import NotAnInteger, QueueEmpty, Unsupported
@@ -54,7 +54,7 @@ class Backend(abc.ABC):
     """How errors call this store: a URL or the like."""
 
     hosts_objects: bool = False
-    """Whether `act` is there: whether barriers, locks and the like live in what is behind this backend."""
+    """Whether it executes `Act`: whether barriers, locks and the like live in what is behind this backend."""
 
     keeps_leases: bool = False
     """Whether members of objects that they host here show by a lease that they live, and watch that others do; both
@@ -64,49 +64,12 @@ class Backend(abc.ABC):
     """What every key starts with on this backend, unseen by people."""
 
     @abc.abstractmethod
-    def set(self, key: bytes, value: bytes) -> None: ...
-    @abc.abstractmethod
-    def add(self, key: bytes, amount: int) -> int: ...
-    @abc.abstractmethod
-    def append(self, key: bytes, value: bytes) -> None: ...
-    @abc.abstractmethod
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes: ...
-    @abc.abstractmethod
-    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap: ...
-    @abc.abstractmethod
-    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None: ...
-    @abc.abstractmethod
-    def check(self, keys: Sequence[bytes]) -> bool: ...
-    @abc.abstractmethod
-    def delete(self, key: bytes) -> bool: ...
-    @abc.abstractmethod
-    def delete_prefix(self, prefix: bytes) -> int: ...
-    @abc.abstractmethod
-    def num_keys(self, prefix: bytes) -> int: ...
-    @abc.abstractmethod
-    def list_keys(self, prefix: bytes) -> list[bytes]: ...
-    @abc.abstractmethod
-    def queue_push(self, key: bytes, value: bytes) -> None: ...
-    @abc.abstractmethod
-    def queue_pop(self, key: bytes) -> bytes | None: ...
-    @abc.abstractmethod
-    def queue_len(self, key: bytes) -> int: ...
+    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+        """Carry out an operation, and return what an engine answers; `TimedOut` for a wait that ended by its deadline.
 
-    @abc.abstractmethod
-    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
-        """Return when all the keys exist at once."""
-
-    @abc.abstractmethod
-    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
-        """Return the values of the keys once all exist."""
-
-    @abc.abstractmethod
-    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
-        """Take the first item of a queue once there is one."""
-
-    @abc.abstractmethod
-    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
-        """Count one arrival and return when there are `size`."""
+        An operation that has a `timeout_s` waits until the deadline, which is that far away; without a deadline, for
+        that long. Raises Unsupported for an operation of `Store` that this backend cannot do.
+        """
 
     @abc.abstractmethod
     def clone(self) -> Backend:
@@ -116,25 +79,13 @@ class Backend(abc.ABC):
     def close(self) -> None:
         """Give up leases and watches, wake waiting calls with StoreClosed, release what the backend holds open."""
 
-    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
-        """Write a key that vanishes when this backend's session ends, or (ttl_s not 0) its process stops running."""
-        raise self.unsupported("lease")
-
-    def unlease(self, key: bytes) -> bool:
-        """Delete a key if this backend's session still leases it."""
-        raise self.unsupported("lease")
-
-    def act(self, name: bytes, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
-        """Carry out a command on a shared object, or look at one that waits, for so long."""
-        raise self.unsupported("act")
-
     def watch(self, prefix: bytes) -> Feed:
         """Stream the changes of keys that start with a prefix, from now on."""
         raise self.unsupported("watch")
 
-    def pipeline(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        """Carry out calls of other methods in order; return their results."""
-        return [getattr(self, name)(*arguments) for name, arguments in calls]
+    def pipeline(self, batch: Sequence[ops.Op]) -> list[Any]:
+        """Carry out operations that do not wait, in order; return their answers."""
+        return [self.execute(op) for op in batch]
 
     def unsupported(self, operation: str) -> Unsupported:
         """Build the error for an operation that this backend does not have."""
@@ -160,7 +111,7 @@ class Lease:
 
     def release(self) -> bool:
         """Delete the key, and say whether it was still ours (another writer may have taken it over)."""
-        return self._store._backend.unlease(self._store._name(self.key))
+        return bool(self._store._backend.execute(ops.Unlease(0, self._store._name(self.key))))
 
     def __enter__(self) -> Lease:
         return self
@@ -190,7 +141,7 @@ class Watch:
         event = self._feed.next(deadline)
         if isinstance(event, TimedOut):
             what = f"no key that starts with {self.prefix!r} changed"
-            raise self._store._timed_out("watch", [self.prefix], [self.prefix], deadline, what)
+            raise self._store._timed_out("watch", [self.prefix], [self.prefix], deadline, what, event.down)
         return Change(self._store._unname(event.key), event.value, event.revision)
 
     def close(self) -> None:
@@ -217,37 +168,34 @@ class Pipeline:
     def __init__(self, store: Store) -> None:
         self.results: list[Any] = []
         self._store = store
-        self._calls: list[tuple[str, tuple[Any, ...]]] = []
+        self._batch: list[ops.Op] = []
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value."""
-        self._add("set", key, self._store._value(key, value))
+        self._batch.append(ops.Set(0, self._store._name(key), self._store._value(key, value)))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to the end of a value."""
-        self._add("append", key, self._store._value(key, value))
+        self._batch.append(ops.Append(0, self._store._name(key), self._store._value(key, value)))
 
     def add(self, key: str, amount: int) -> None:
         """Add to a counter."""
-        self._add("add", key, whole_amount(key, amount))
+        self._batch.append(ops.Add(0, self._store._name(key), whole_amount(key, amount)))
 
     def delete_key(self, key: str) -> None:
         """Delete a key."""
-        self._add("delete", key)
+        self._batch.append(ops.Delete(0, self._store._name(key)))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Put an item at the end of a queue."""
-        self._add("queue_push", key, self._store._value(key, value))
-
-    def _add(self, method: str, key: str, *arguments: Any) -> None:
-        self._calls.append((method, (self._store._name(key), *arguments)))
+        self._batch.append(ops.Push(0, self._store._name(key), self._store._value(key, value)))
 
     def __enter__(self) -> Pipeline:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is None:
-            self.results = self._store._backend.pipeline(self._calls)
+            self.results = self._store._backend.pipeline(self._batch)
 
 
 class Store(View):
@@ -264,20 +212,21 @@ class Store(View):
 
     def set(self, key: str, value: str | bytes) -> None:
         """Write a value; it is readable by everyone when this returns."""
-        self._backend.set(self._name(key), self._value(key, value))
+        self._backend.execute(ops.Set(0, self._name(key), self._value(key, value)))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return a value, waiting until the key exists."""
         name, deadline = self._name(key), self._deadline(timeout)
-        outcome = self._backend.wait_values((name,), deadline)
+        outcome = self._backend.execute(ops.Get(0, name, _left(deadline)), deadline)
         if isinstance(outcome, TimedOut):
-            raise self._timed_out("get", [key], [key], deadline)
-        return outcome[0]
+            raise self._timed_out("get", [key], [key], deadline, down=outcome.down)
+        value: bytes = outcome[0]
+        return value
 
     def add(self, key: str, amount: int) -> int:
         """Add to a counter kept as decimal text (a missing key is 0) and return its new value."""
         try:
-            return self._backend.add(self._name(key), whole_amount(key, amount))
+            return int(self._backend.execute(ops.Add(0, self._name(key), whole_amount(key, amount))))
         except NotAnInteger as error:
             raise NotAnInteger(key=key, value=error.value) from None
 
@@ -288,51 +237,55 @@ class Store(View):
         looks like a value that is there. `swap` tells the two apart.
         """
         expected, desired = self._value(key, expected_value), self._value(key, desired_value)
-        return self._backend.compare_set(self._name(key), expected, desired)
+        return bytes(self._backend.execute(ops.CompareSet(0, self._name(key), expected, desired)))
 
     def append(self, key: str, value: str | bytes) -> None:
         """Add bytes to the end of a value; a missing key counts as empty."""
-        self._backend.append(self._name(key), self._value(key, value))
+        self._backend.execute(ops.Append(0, self._name(key), self._value(key, value)))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Say whether all of the keys exist now. A queue that holds an item counts."""
-        return self._backend.check(self._names(keys))
+        return bool(self._backend.execute(ops.Check(0, self._names(keys))))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Return when all of the keys exist at once. A queue that holds an item counts."""
         names, deadline = self._names(keys), self._deadline(timeout)
-        outcome = self._backend.wait(names, deadline)
+        outcome = self._backend.execute(ops.Wait(0, names, _left(deadline)), deadline)
         if outcome is not None:
-            raise self._timed_out("wait", keys, self._unnamed(outcome.missing), deadline)
+            raise self._timed_out("wait", keys, self._unnamed(outcome.missing), deadline, down=outcome.down)
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """Return the values of all the keys as of one moment, waiting until all exist."""
         names, deadline = self._names(keys), self._deadline(timeout)
-        outcome = self._backend.wait_values(names, deadline)
+        outcome = self._backend.execute(ops.MultiGet(0, names, _left(deadline)), deadline)
         if isinstance(outcome, TimedOut):
-            raise self._timed_out("multi_get", keys, self._unnamed(outcome.missing), deadline)
-        return outcome
+            raise self._timed_out("multi_get", keys, self._unnamed(outcome.missing), deadline, down=outcome.down)
+        return list(outcome)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
         """Write all the pairs as one change."""
-        self._backend.multi_set(self._pairs(keys, values))
+        self._backend.execute(ops.MultiSet(0, self._pairs(keys, values)))
 
     def delete_key(self, key: str) -> bool:
         """Delete a key, and say whether it was there. A queue of that name is not touched."""
-        return self._backend.delete(self._name(key))
+        return bool(self._backend.execute(ops.Delete(0, self._name(key))))
 
     def num_keys(self) -> int:
         """Count the keys; through a prefix, those under it."""
-        return self._backend.num_keys(self._prefix if self._prefix != self._backend.root else b"")
+        prefix = self._prefix if self._prefix != self._backend.root else b""
+        return int(self._backend.execute(ops.Count(0, prefix)))
 
     def list_keys(self) -> list[str]:
-        """List the keys; through a prefix, those under it, without it. Raises UnicodeDecodeError on foreign bytes."""
-        names = self._backend.list_keys(self._prefix)
+        """List the keys, in the order of their bytes; through a prefix, those under it, without it.
+
+        Raises UnicodeDecodeError on foreign bytes.
+        """
+        names = self._backend.execute(ops.List(0, self._prefix))
         return [name[len(self._prefix) :].decode() for name in names]
 
     def queue_push(self, key: str, value: str | bytes) -> None:
         """Put an item at the end of a queue. Queues and keys of one name are different things."""
-        self._backend.queue_push(self._name(key), self._value(key, value))
+        self._backend.execute(ops.Push(0, self._name(key), self._value(key, value)))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
         """Take the first item of a queue; every item goes to one taker.
@@ -341,19 +294,19 @@ class Store(View):
         """
         name = self._name(key)
         if not block:
-            item = self._backend.queue_pop(name)
+            item = self._backend.execute(ops.Pop(0, name))
             if item is None:
                 raise QueueEmpty(key=key, store=self._backend.name)
-            return item
+            return bytes(item)
         deadline = self._deadline(timeout)
-        outcome = self._backend.wait_item(name, deadline)
+        outcome = self._backend.execute(ops.Take(0, name, _left(deadline)), deadline)
         if isinstance(outcome, TimedOut):
-            raise self._timed_out("queue_pop", [key], [key], deadline)
-        return outcome
+            raise self._timed_out("queue_pop", [key], [key], deadline, down=outcome.down)
+        return bytes(outcome)
 
     def queue_len(self, key: str) -> int:
         """Count the items of a queue."""
-        return self._backend.queue_len(self._name(key))
+        return int(self._backend.execute(ops.QueueLen(0, self._name(key))))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Return when `world_size` callers have come to this key.
@@ -363,13 +316,14 @@ class Store(View):
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
         name, deadline = self._name(key), self._deadline(timeout)
+        size = max(-(2**63), min(world_size, 2**63 - 1))
         try:
-            outcome = self._backend.barrier(name, max(-(2**63), min(world_size, 2**63 - 1)), deadline)
+            outcome = self._backend.execute(ops.Arrive(0, name, size, _left(deadline)), deadline)
         except NotAnInteger as error:
             raise NotAnInteger(key=key, value=error.value) from None
         if outcome is not None:
             what = f"fewer than {world_size} callers came to {key!r}"
-            raise self._timed_out("barrier", [key], [key], deadline, what)
+            raise self._timed_out("barrier", [key], [key], deadline, what, outcome.down)
 
     def clone(self: _Self) -> _Self:
         """Return an independent handle on the same store: own timeout, own leases, own connection."""
@@ -386,11 +340,12 @@ class Store(View):
     def swap(self, key: str, expected: str | bytes | None, desired: str | bytes) -> Swap:
         """Write if the value is the expected one (None: if there is no such key); return (won, value now)."""
         wanted = None if expected is None else self._value(key, expected)
-        return self._backend.swap(self._name(key), wanted, self._value(key, desired))
+        outcome: Swap = self._backend.execute(ops.Swap(0, self._name(key), wanted, self._value(key, desired)))
+        return outcome
 
     def delete_prefix(self, prefix: str) -> int:
         """Delete every key and queue whose name starts with `prefix`; return how many there were."""
-        return self._backend.delete_prefix(self._name(prefix))
+        return int(self._backend.execute(ops.DeletePrefix(0, self._name(prefix))))
 
     def lease(self, key: str, value: str | bytes, heartbeat: Timeout | None = None) -> Lease:
         """Write a key that vanishes with this store handle: at its release, its close, or the death of the process.
@@ -399,7 +354,7 @@ class Store(View):
         still answers for it. A later write by anyone takes the key over and ends the lease.
         """
         ttl_s = 0.0 if heartbeat is None else seconds(heartbeat, "heartbeat")
-        self._backend.lease(self._name(key), self._value(key, value), ttl_s)
+        self._backend.execute(ops.Lease(0, self._name(key), self._value(key, value), ttl_s))
         return Lease(self, key)
 
     def pipeline(self) -> Pipeline:
@@ -433,3 +388,7 @@ class Store(View):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+def _left(deadline: Deadline) -> float:
+    return min(deadline.remaining(), ops.MAX_WAIT_S)

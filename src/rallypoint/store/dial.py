@@ -5,21 +5,25 @@ PyTorch's server understands the greeting too, and answers it in its own way; th
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import time
+from typing import NamedTuple
 
 from rallypoint import net
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.client import Client, Reply
-from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, RallypointError
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.client import Client, Reply
+from rallypoint.protocol.native import ACCEPTED, PREFACE
 from rallypoint.store.route import NO_GATEWAY, Route, Search
 
-__all__ = ["NotOurs", "answers", "dial"]
+__all__ = ["Contact", "Dialer", "NotOurs", "answers", "dial"]
 
 LEAST_S = 0.1
 """What a step of the greeting gets, however little time is left."""
+
+Lock = contextlib.AbstractContextManager[object]
 
 
 class NotOurs(Exception):
@@ -30,33 +34,101 @@ class NotOurs(Exception):
         self.socket = sock
 
 
-def dial(route: Route, core: Client, deadline: Deadline) -> tuple[socket.socket, float, list[Reply]]:
-    """Connect, say hello, and repeat what a cut left open; try again until the deadline if that is cut, too.
+class Contact(NamedTuple):
+    """A server that answered: the connection, how long the session may be without one, what came behind the welcome."""
 
-    Returns the socket, the session's grace, and what came behind the welcome; `route` knows then where that is. Raises
-    ConnectFailed, NotOurs (from a single address), or what ends the session for good.
+    socket: socket.socket
+    away_s: float
+    replies: list[Reply]
+
+
+class Dialer:
+    """Tries the addresses of a route, round by round; `lock` is held whenever the protocol core is used.
+
+    Where the core has a session, that is resumed. What is open is not repeated yet.
     """
-    search = Search(route, deadline)
-    while True:
-        for endpoint, turn in search.round():
+
+    def __init__(self, route: Route, core: Client, lock: Lock, deadline: Deadline) -> None:
+        self._route, self._core, self._lock = route, core, lock
+        self._search = Search(route, deadline, resumes=bool(core.session))
+
+    @property
+    def why(self) -> str:
+        """What the last round met."""
+        return self._search.why
+
+    def pause_s(self) -> float:
+        """Return how long to wait before the next round; raise ConnectFailed where there is to be none."""
+        return self._search.pause_s()
+
+    def try_all(self) -> Contact | None:
+        """Try every address once; the route then knows where the one is that answered.
+
+        Raises NotOurs (from a single address), or what ends the session for good.
+        """
+        for endpoint, turn in self._search.round():
             try:
-                return _call(endpoint, route, core, turn, deadline)
+                return self._call(endpoint, turn)
             except NotOurs as answer:
-                if not route.several:
+                if not self._route.several:
                     raise
                 answer.socket.close()
-                search.failed(endpoint, NO_GATEWAY, useless=True)
+                self._search.failed(endpoint, NO_GATEWAY, useless=True)
             except ConnectFailed as error:
-                search.failed(endpoint, error.tried)
+                self._search.failed(endpoint, error.tried)
             except (BadMessage, ValueError) as error:  # the latter for what is no host name
-                if not route.several and not isinstance(error, BadMessage):
+                if not self._route.several and not isinstance(error, BadMessage):
                     raise
-                search.failed(endpoint, str(error), useless=True)
+                self._search.failed(endpoint, str(error), useless=True)
             except OSError as error:
                 if isinstance(error, RallypointError):
                     raise
-                search.failed(endpoint, error.strerror or str(error))
-        time.sleep(search.pause_s())
+                self._search.failed(endpoint, error.strerror or str(error))
+        return None
+
+    def _call(self, endpoint: net.Endpoint, turn: Deadline) -> Contact:
+        sock = net.connect(*endpoint, turn, once=self._route.several or bool(self._core.session))
+        try:
+            contact = self._introduce(sock, self._route.peer(endpoint), turn)
+        except NotOurs:
+            raise
+        except BaseException:
+            sock.close()
+            raise
+        self._route.arrived(endpoint, self._core.server)
+        return contact
+
+    def _introduce(self, sock: socket.socket, peer: str, deadline: Deadline) -> Contact:
+        sock.settimeout(max(deadline.remaining(), LEAST_S))
+        sock.sendall(PREFACE)
+        answer = b""
+        while len(answer) < len(ACCEPTED):
+            answer += _some(sock, len(ACCEPTED) - len(answer), deadline)
+        if answer == PREFACE[-len(ACCEPTED) :]:
+            raise NotOurs(sock)
+        if answer != ACCEPTED:
+            raise BadMessage(f"not a store: it answered {answer!r}")
+        with self._lock:
+            hello = self._core.greet()
+        sock.sendall(hello)
+        replies: list[Reply] = []
+        while not replies:
+            data = _some(sock, 65536, deadline)
+            with self._lock:
+                replies = self._core.receive(data)
+        with self._lock:
+            return Contact(sock, self._core.welcome(replies[0], peer), replies[1:])
+
+
+def dial(route: Route, core: Client, lock: Lock, deadline: Deadline) -> Contact:
+    """Connect and open a session, trying again until the deadline.
+
+    Raises ConnectFailed, NotOurs (from a single address), or what ends the session for good.
+    """
+    dialer = Dialer(route, core, lock, deadline)
+    while (contact := dialer.try_all()) is None:
+        time.sleep(dialer.pause_s())
+    return contact
 
 
 def answers(endpoint: net.Endpoint, deadline: Deadline) -> bool:
@@ -67,41 +139,6 @@ def answers(endpoint: net.Endpoint, deadline: Deadline) -> bool:
             return bool(_some(sock, 1, deadline))
     except OSError as error:
         return not isinstance(error, (ConnectFailed, TimeoutError))
-
-
-def _call(
-    endpoint: net.Endpoint, route: Route, core: Client, turn: Deadline, deadline: Deadline
-) -> tuple[socket.socket, float, list[Reply]]:
-    """Try one address: it must have answered in its turn, and then what is repeated has until the deadline."""
-    sock = net.connect(*endpoint, turn, once=route.several)
-    try:
-        grace_s, replies = _introduce(sock, core, route.peer(endpoint), turn)
-        sock.settimeout(max(deadline.remaining(), LEAST_S))
-        sock.sendall(core.repeat())
-    except NotOurs:
-        raise
-    except BaseException:
-        sock.close()
-        raise
-    route.arrived(endpoint, core.server)
-    return sock, grace_s, replies
-
-
-def _introduce(sock: socket.socket, core: Client, peer: str, deadline: Deadline) -> tuple[float, list[Reply]]:
-    sock.settimeout(max(deadline.remaining(), LEAST_S))
-    sock.sendall(PREFACE)
-    answer = b""
-    while len(answer) < len(ACCEPTED):
-        answer += _some(sock, len(ACCEPTED) - len(answer), deadline)
-    if answer == PREFACE[-len(ACCEPTED) :]:
-        raise NotOurs(sock)
-    if answer != ACCEPTED:
-        raise BadMessage(f"not a store: it answered {answer!r}")
-    sock.sendall(core.greet())
-    replies: list[Reply] = []
-    while not replies:
-        replies = core.receive(_some(sock, 65536, deadline))
-    return core.welcome(replies[0], peer), replies[1:]
 
 
 def _some(sock: socket.socket, most: int, deadline: Deadline) -> bytes:

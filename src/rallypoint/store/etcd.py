@@ -17,8 +17,11 @@ import os
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from msgspec.structs import astuple
+
 from rallypoint import net
-from rallypoint.core.records import Event, Swap, TimedOut
+from rallypoint.core import ops
+from rallypoint.core.records import Event, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import SessionLost, StoreClosed, Unsupported
 from rallypoint.etcd import watcher
@@ -65,76 +68,30 @@ class EtcdBackend(Backend):
         """Find the cluster and return a backend of its own space."""
         return cls(the_thread().run(Space.connect(address, net.caller_name(), timeout_s)), [0])
 
-    # Reads
+    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+        arguments: tuple[Any, ...] = astuple(op)[1:]
+        if hasattr(op, "timeout_s"):
+            deadline = deadline or Deadline(op.timeout_s)
+            arguments = (*arguments[:-1], deadline)
+        if isinstance(op, ops.Lease):
+            return self._run(self._lease(*arguments))
+        if isinstance(op, ops.Unlease):
+            return self._run(self._unlease(op.key))
+        if isinstance(op, ops.Get) and deadline is not None:
+            return self._get(op.key, deadline)
+        method = getattr(self._space, _METHODS.get(op.__class__, op.verb))
+        if op.changes:
+            return self._change(lambda mark: method(mark, *arguments))
+        answer = self._run(method(*arguments))
+        return sorted(answer) if isinstance(op, ops.List) else answer
 
-    def check(self, keys: Sequence[bytes]) -> bool:
-        return self._run(self._space.check(keys))
-
-    def num_keys(self, prefix: bytes) -> int:
-        return self._run(self._space.num_keys(prefix))
-
-    def list_keys(self, prefix: bytes) -> list[bytes]:
-        return self._run(self._space.list_keys(prefix))
-
-    def queue_len(self, key: bytes) -> int:
-        return self._run(self._space.queue_len(key))
-
-    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
-        return self._run(self._space.wait(keys, deadline))
-
-    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
-        if len(keys) == 1 and deadline.remaining() >= ATTEMPT_S:
+    def _get(self, key: bytes, deadline: Deadline) -> list[bytes] | TimedOut:
+        if deadline.remaining() >= ATTEMPT_S:
             self._must_be_open()
-            value = self._space.get_directly(keys[0])
+            value = self._space.get_directly(key)
             if value is not None:
                 return [value]
-        return self._run(self._space.wait_values(keys, deadline))
-
-    # Changes
-
-    def set(self, key: bytes, value: bytes) -> None:
-        self._change(lambda mark: self._space.set(mark, key, value))
-
-    def add(self, key: bytes, amount: int) -> int:
-        return self._change(lambda mark: self._space.add(mark, key, amount))
-
-    def append(self, key: bytes, value: bytes) -> None:
-        self._change(lambda mark: self._space.append(mark, key, value))
-
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        return self._change(lambda mark: self._space.compare_set(mark, key, expected, desired))
-
-    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
-        return self._change(lambda mark: self._space.swap(mark, key, expected, desired))
-
-    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        self._change(lambda mark: self._space.multi_set(mark, pairs))
-
-    def delete(self, key: bytes) -> bool:
-        return self._change(lambda mark: self._space.delete(mark, key))
-
-    def delete_prefix(self, prefix: bytes) -> int:
-        return self._change(lambda mark: self._space.delete_prefix(mark, prefix))
-
-    def queue_push(self, key: bytes, value: bytes) -> None:
-        self._change(lambda mark: self._space.queue_push(mark, key, value))
-
-    def queue_pop(self, key: bytes) -> bytes | None:
-        return self._change(lambda mark: self._space.queue_pop(mark, key))
-
-    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
-        return self._change(lambda mark: self._space.wait_item(mark, key, deadline))
-
-    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
-        return self._change(lambda mark: self._space.barrier(mark, key, size, deadline))
-
-    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
-        self._run(self._lease(key, value, ttl_s))
-
-    def unlease(self, key: bytes) -> bool:
-        return self._run(self._unlease(key))
-
-    # The rest
+        return self._run(self._space.wait_values([key], deadline))
 
     def watch(self, prefix: bytes) -> Feed:
         return self._run(self._watch(prefix))
@@ -285,6 +242,10 @@ class EtcdBackend(Backend):
         self._users[0] -= 1
         if not self._users[0]:
             await self._space.close()
+
+
+_METHODS: dict[type[ops.Op], str] = {ops.MultiGet: "wait_values", ops.Delete: "delete", ops.Take: "wait_item"}
+"""The methods of a space whose name is not the operation's verb."""
 
 
 class _EtcdFeed(Feed):

@@ -21,25 +21,21 @@ first. Rejected: keeping that order in the log; an item would wait for a taker t
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
+from rallypoint.core import ops
 from rallypoint.core import replica as effects
-from rallypoint.core.engine import Engine
-from rallypoint.core.records import Event, Statistics, Swap, TimedOut, Waiter
+from rallypoint.core.records import Event, Statistics, TimedOut, Waiter
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectionLost, StoreClosed, Unsupported
 from rallypoint.store.base import Backend, Feed, Store
 from rallypoint.store.filehub import Hub, join
-from rallypoint.store.follower import Follower, Seat
+from rallypoint.store.follower import Seat
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
 __all__ = ["FileBackend", "FileStore"]
 
 GRACE_S = 1.0  # how long a call tries to lock the file, however short its timeout
-
-_INT64 = 1 << 63
-_T = TypeVar("_T")
 
 
 class FileBackend(Backend):
@@ -60,100 +56,21 @@ class FileBackend(Backend):
         if not self._closed:
             self._hub.dropped.append(self._member)
 
-    # Calls that answer at once
-
-    def set(self, key: bytes, value: bytes) -> None:
-        self._commit(effects.Set(key, value))
-
-    def add(self, key: bytes, amount: int) -> int:
-        return self._write(lambda log: log.rewrite(Engine.add, key, amount))
-
-    def append(self, key: bytes, value: bytes) -> None:
-        self._commit(effects.Append(key, value))
-
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        return self._write(lambda log: log.rewrite(Engine.compare_set, key, expected, desired))
-
-    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
-        return self._write(lambda log: log.rewrite(Engine.swap, key, expected, desired))
-
-    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        self._commit(effects.SetMany(list(pairs)))
-
-    def check(self, keys: Sequence[bytes]) -> bool:
-        return self._read(Engine.check, keys)
-
-    def delete(self, key: bytes) -> bool:
-        return self._write(lambda log: log.replica.get(key) is not None and bool(log.commit(effects.Delete(key))))
-
-    def delete_prefix(self, prefix: bytes) -> int:
-        return cast(int, self._commit(effects.DeletePrefix(prefix)))
-
-    def num_keys(self, prefix: bytes) -> int:
-        return self._read(Engine.num_keys, prefix)
-
-    def list_keys(self, prefix: bytes) -> list[bytes]:
-        return self._read(Engine.list_keys, prefix)
-
-    def queue_push(self, key: bytes, value: bytes) -> None:
-        self._commit(effects.Push(key, value))
-
-    def queue_pop(self, key: bytes) -> bytes | None:
-        return self._write(lambda log: log.pop(key))
-
-    def queue_len(self, key: bytes) -> int:
-        return self._read(Engine.queue_len, key)
-
-    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
-        if ttl_s:
+    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+        if not op.changes:
+            return self._read(op, deadline)
+        if isinstance(op, ops.Take):
+            return self._take(op, deadline or Deadline(op.timeout_s))
+        if isinstance(op, ops.Arrive):
+            return self._arrive(op, deadline or Deadline(op.timeout_s))
+        if isinstance(op, ops.Lease) and op.ttl_s:
             why = "the lock of a process that is only stopped is held by the kernel all the same"
             raise Unsupported(operation="lease with a heartbeat", store=self.name, why=why)
-        self._write(lambda log: log.commit(effects.Set(key, value, self._member)))
-
-    def unlease(self, key: bytes) -> bool:
-        return self._write(lambda log: bool(log.commit(effects.Unlease(key, self._member))))
-
-    # Calls that may wait
-
-    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
-        return self._ask(lambda engine, seat: engine.wait(keys, seat, None, seat), deadline)
-
-    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
-        return self._ask(lambda engine, seat: engine.wait_values(keys, seat, None, seat), deadline)
-
-    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
-        hub, me = self._here(), object()
-        with hub.lock:
-            self._look(hub, deadline)
-            try:
-                hub.line[me] = key
-                while hub.rest(lambda: hub.is_turn_of(me), self._check_open, deadline):
-                    item = hub.exclusively(lambda log: log.pop(key), _patient(deadline))
-                    if item is not None:
-                        return item
-                return TimedOut((key,))
-            finally:
-                hub.line.pop(me, None)
-                hub.changed.notify_all()
-
-    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
         hub = self._here()
         with hub.lock:
             self._check_open()
-            self._arrivals += 1
-            ticket = (self._member, self._arrivals)
-            arrival = effects.Arrive(key, max(-_INT64, min(size, _INT64 - 1)), *ticket)
-            try:
-                hub.exclusively(lambda log: log.arrive(arrival), _patient(deadline))
-                hub.rest(lambda: self._closed or ticket not in hub.replica.arrivals, self._check_open, deadline)
-            finally:
-                waiting = not self._closed and ticket in hub.replica.arrivals
-                gave_up = waiting and hub.exclusively(lambda log: log.withdraw(ticket), Deadline(GRACE_S))
-            self._check_open()
-            if self._member not in hub.replica.owners:
-                why = "its lock on the file was lost, and another process took it for dead"
-                raise ConnectionLost(peer=self.name, operation="barrier", why=why)
-            return TimedOut((key,)) if gave_up else None
+            hub.sweep()
+            return hub.exclusively(lambda log: log.execute(op, self._member), _patient(Deadline(self.timeout_s)))
 
     def watch(self, prefix: bytes) -> Feed:
         return _FileFeed(self, prefix)
@@ -187,50 +104,68 @@ class FileBackend(Backend):
                     self._hub, self._member = join(self.path, Deadline(self.timeout_s), self._tidy)
         return self._hub
 
-    def _look(self, hub: Hub, deadline: Deadline | None = None) -> None:
+    def _look(self, hub: Hub, deadline: Deadline) -> None:
         self._check_open()
         hub.sweep()
-        hub.look(_patient(deadline or Deadline(self.timeout_s)))
+        hub.look(_patient(deadline))
         self._check_open()
 
-    def _read(self, operation: Callable[..., _T], *arguments: Any) -> _T:
-        hub = self._here()
-        with hub.lock:
-            self._look(hub)
-            return operation(hub.replica, *arguments)
-
-    def _write(self, work: Callable[[Follower], _T]) -> _T:
-        hub = self._here()
-        with hub.lock:
-            self._check_open()
-            hub.sweep()
-            return hub.exclusively(work, _patient(Deadline(self.timeout_s)))
-
-    def _commit(self, effect: effects.Effect) -> Any:
-        return self._write(lambda log: log.commit(effect))
-
-    def _ask(self, question: Callable[[Engine, Seat], Waiter | _T], deadline: Deadline) -> _T | TimedOut:
-        hub, seat = self._here(), Seat(self, question)
+    def _read(self, op: ops.Op, deadline: Deadline | None) -> Any:
+        hub, seat = self._here(), Seat(self, op)
+        deadline = deadline or Deadline(getattr(op, "timeout_s", self.timeout_s))
         with hub.lock:
             self._look(hub, deadline)
             try:
                 hub.follower.sit(seat)
                 if hub.rest(lambda: seat.answers, self._check_open, deadline):
-                    return cast(_T, seat.answers.popleft())
+                    return seat.answers.popleft()
                 assert isinstance(seat.held, Waiter)
-                return TimedOut(tuple(seat.held.missing))
+                return hub.replica.expire(seat.held)
             finally:
                 hub.follower.rise(seat)
+
+    def _take(self, op: ops.Take, deadline: Deadline) -> bytes | TimedOut:
+        hub, me = self._here(), object()
+        with hub.lock:
+            self._look(hub, deadline)
+            try:
+                hub.line[me] = op.key
+                while hub.rest(lambda: hub.is_turn_of(me), self._check_open, deadline):
+                    item = hub.exclusively(lambda log: log.execute(ops.Pop(0, op.key), 0), _patient(deadline))
+                    if item is not None:
+                        return bytes(item)
+                return TimedOut((op.key,))
+            finally:
+                hub.line.pop(me, None)
+                hub.changed.notify_all()
+
+    def _arrive(self, op: ops.Arrive, deadline: Deadline) -> TimedOut | None:
+        hub = self._here()
+        with hub.lock:
+            self._check_open()
+            self._arrivals += 1
+            ticket = (self._member, self._arrivals)
+            try:
+                hub.exclusively(lambda log: log.arrive(effects.Arrive(op.key, op.size, *ticket)), _patient(deadline))
+                hub.rest(lambda: self._closed or ticket not in hub.replica.arrivals, self._check_open, deadline)
+            finally:
+                waiting = not self._closed and ticket in hub.replica.arrivals
+                gave_up = waiting and hub.exclusively(lambda log: log.withdraw(ticket), Deadline(GRACE_S))
+            self._check_open()
+            if self._member not in hub.replica.owners:
+                why = "its lock on the file was lost, and another process took it for dead"
+                raise ConnectionLost(peer=self.name, operation="barrier", why=why)
+            return TimedOut((op.key,)) if gave_up else None
 
 
 class _FileFeed(Feed):
     def __init__(self, backend: FileBackend, prefix: bytes) -> None:
         self._backend = backend
         self._closed = False
-        self._seat = Seat(backend, lambda engine, seat: engine.watch(prefix, seat, seat))
+        self._seat = Seat(backend, ops.Watch(0, prefix))
         hub = backend._here()
         with hub.lock:
-            backend._look(hub)
+            backend._look(hub, Deadline(backend.timeout_s))
             hub.follower.sit(self._seat)
 
     def next(self, deadline: Deadline) -> Event | TimedOut:
@@ -283,7 +218,10 @@ class FileStore(Store):
 
     def statistics(self) -> Statistics:
         """Count what the store holds now. Arrivals at barriers are everyone's, waits and watches this process's."""
-        return self._file._read(Engine.statistics)
+        hub = self._file._here()
+        with hub.lock:
+            self._file._look(hub, Deadline(self._timeout_s))
+            return hub.replica.statistics()
 
     @property
     def _file(self) -> FileBackend:

@@ -202,7 +202,7 @@ class Hub:
         """Say whether one is the first in line for its queue, and there is an item."""
         key = self.line[who]
         waiting = [one for one, queue in self.line.items() if queue == key]
-        return waiting[0] is who and self.replica.queue_len(key) > 0
+        return waiting[0] is who and self.replica.has_item(key)
 
     def rest(self, ready: Callable[[], object], check_open: Callable[[], None], deadline: Deadline) -> bool:
         """Sleep, and poll where no other thread does, until something is ready; False when the time is up."""

@@ -1,6 +1,7 @@
 """A replica that follows a log: what others wrote is taken in, what is decided here is written down.
 
-Writing: hold the mutex, `sync`, decide on the replica, `commit` an effect: append it to the log, then apply it.
+Writing: hold the mutex, `sync`, and `execute`: decide on the replica, and `commit` an effect, that is, append it to the
+log, then apply it.
 Reading: `look`, and only where that is not enough, hold the mutex and `sync`. Whoever waits for an answer sits on a
 `Seat`, which is here because a replica is built anew when the log was compacted, and the seats then move on to the new
 one. A watch gets, for every key that differs, its last value: what was in between is gone, and nothing is told twice.
@@ -19,11 +20,13 @@ import contextlib
 import os
 from collections import deque
 from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from typing import Any
 
+from rallypoint.core import ops
+from rallypoint.core import replica as effects
 from rallypoint.core.engine import Engine
 from rallypoint.core.records import Event, Waiter, Watch
-from rallypoint.core.replica import Arrive, Effect, End, Pop, Replica, Set, Withdraw, changes, decode, encode
+from rallypoint.core.replica import Arrive, Effect, End, Replica, Withdraw, changes, decode, encode
 from rallypoint.errors import CorruptFile
 from rallypoint.store.filelog import LogFile, Tail
 
@@ -32,8 +35,6 @@ __all__ = ["Follower", "Seat", "new_number"]
 OWNERS_PER_LOOK = 8
 COMPACT_BYTES, COMPACT_RATIO = 64 * 1024, 4
 
-_T = TypeVar("_T")
-
 
 def new_number() -> int:
     """Return a number that no other member, and no other log, has."""
@@ -41,17 +42,18 @@ def new_number() -> int:
 
 
 class Seat:
-    """Where answers come to, with the question, to be asked again of a replica that was built anew."""
+    """Where answers come to, with the read or the watch, to be asked again of a replica that was built anew."""
 
-    def __init__(self, holder: object, question: Callable[[Engine, Seat], object]) -> None:
+    def __init__(self, holder: object, op: ops.Op) -> None:
         self.holder = holder
-        self.question = question
+        self.op = op
         self.answers: deque[Any] = deque()
         self.held: Waiter | Watch | None = None
 
     def ask(self, engine: Engine) -> None:
-        """Put the question, and keep the answer or what stands for it."""
-        outcome = self.question(engine, self)
+        """Execute the operation, and keep the answer or what stands for it."""
+        op = self.op
+        outcome = engine.watch(op.prefix, self, 0) if isinstance(op, ops.Watch) else engine.execute(op, self)
         if isinstance(outcome, Waiter | Watch):
             self.held = outcome
         else:
@@ -143,19 +145,19 @@ class Follower:
         self._whole = True
         return result
 
+    def execute(self, op: ops.Op, member: int) -> Any:
+        """Carry out an operation of a member that changes something and does not wait."""
+        return _EXECUTE[op.__class__](self, op, member)
+
     def end(self, member: int) -> None:
         """Say that a member of this process is gone, and take it off."""
         if member in self.replica.owners:
             self.commit(End(member))
         self.dismiss(member)
 
-    def pop(self, key: bytes) -> bytes | None:
-        """Take the first item of a queue, if there is one."""
-        return cast("bytes | None", self.commit(Pop(key))) if self.replica.queue_len(key) else None
-
     def arrive(self, arrival: Arrive) -> None:
         """Count an arrival at a barrier; raises NotAnInteger, and then it is not counted."""
-        self.trial(arrival.key).add(arrival.key, 1)
+        self._trial(arrival.key).execute(ops.Add(0, arrival.key, 1))
         self.commit(arrival)
 
     def withdraw(self, ticket: tuple[int, int]) -> bool:
@@ -165,21 +167,21 @@ class Follower:
             self.commit(Withdraw(*ticket))
         return waiting
 
-    def trial(self, key: bytes) -> Engine:
-        """Return an engine that holds only this key, to find out what an operation would do."""
-        engine, value = Engine(), self.replica.get(key)
+    def _trial(self, key: bytes) -> Replica:
+        """Return a replica that holds only this key, to find out what an operation would do."""
+        trial, value = Replica(), self.replica.value(key)
         if value is not None:
-            engine.set(key, value)
-        return engine
+            trial.put(key, value)
+        return trial
 
-    def rewrite(self, operation: Callable[..., _T], key: bytes, *arguments: Any) -> _T:
+    def rewrite(self, op: ops.Add | ops.CompareSet | ops.Swap) -> Any:
         """Try an operation, and commit what it would write."""
-        trial = self.trial(key)
+        trial = self._trial(op.key)
         before = trial.revision
-        result = operation(trial, key, *arguments)
-        written = trial.get(key)
+        result = trial.execute(op)
+        written = trial.value(op.key)
         if trial.revision != before and written is not None:
-            self.commit(Set(key, written))
+            self.commit(effects.Set(op.key, written))
         return result
 
     def compact(self) -> None:
@@ -195,7 +197,7 @@ class Follower:
     # Seats
 
     def sit(self, seat: Seat) -> None:
-        """Put a seat's question, unless it sits here already."""
+        """Execute a seat's operation, unless it sits here already."""
         if seat not in self._seats:
             self._seats[seat] = None
             seat.ask(self.replica)
@@ -242,6 +244,22 @@ class Follower:
 
     def _deliver(self) -> None:
         for handle, answer in self.replica.take():
-            assert isinstance(handle.tag, Seat)
-            handle.tag.answers.append(answer)
+            assert isinstance(handle.owner, Seat)
+            handle.owner.answers.append(answer)
         self._tell()
+
+
+_EXECUTE: dict[type[ops.Op], Callable[[Follower, Any, int], Any]] = {
+    ops.Set: lambda log, op, _: log.commit(effects.Set(op.key, op.value)),
+    ops.MultiSet: lambda log, op, _: log.commit(effects.SetMany(op.pairs)),
+    ops.Append: lambda log, op, _: log.commit(effects.Append(op.key, op.value)),
+    ops.Add: lambda log, op, _: log.rewrite(op),
+    ops.CompareSet: lambda log, op, _: log.rewrite(op),
+    ops.Swap: lambda log, op, _: log.rewrite(op),
+    ops.Delete: lambda log, op, _: log.replica.holds(op.key) and log.commit(effects.Delete(op.key)),
+    ops.DeletePrefix: lambda log, op, _: log.commit(effects.DeletePrefix(op.prefix)),
+    ops.Push: lambda log, op, _: log.commit(effects.Push(op.key, op.value)),
+    ops.Pop: lambda log, op, _: log.commit(effects.Pop(op.key)) if log.replica.has_item(op.key) else None,
+    ops.Lease: lambda log, op, member: log.commit(effects.Set(op.key, op.value, member)),
+    ops.Unlease: lambda log, op, member: log.commit(effects.Unlease(op.key, member)),
+}

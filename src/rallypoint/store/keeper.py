@@ -1,10 +1,11 @@
 """The keeper: one daemon thread of a process that looks after its connections while no call is under way on them.
 
-It mends cuts, takes in pushes, keeps hearts beating for leases that ask for it, has a server that may hang probed, and
-cuts a connection whose server's host is gone (`liveness.py`), also under calls in progress.
+It has cuts mended, takes in pushes, keeps hearts beating for leases that ask for it, has a server that may hang probed,
+cuts a connection whose server's host is gone (`liveness.py`), also under calls in progress, and looks how long a server
+has been away (`outage.py`).
 A call in progress does not notice it: data is listened for only where somebody expects pushes and nobody reads. Mending
-may take as long as the grace, so each cut gets a thread of its own, and so does a probe. Connections are held weakly;
-with the last one the keeper ends.
+takes as long as it takes, so each cut has a thread of its own (`reconnect.py`), and so does a probe. Connections are
+held weakly; with the last one the keeper ends.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class Kept(Protocol):
     label: str
     beat_s: float
 
-    def look(self) -> tuple[socket.socket, bool] | None:
-        """Return the socket and whether what comes there is for nobody who reads; None when all is over."""
+    def look(self) -> tuple[socket.socket | None, bool] | None:
+        """Return the socket, None while another is being made, and whether what comes there is for nobody who reads;
+        or None when all is over."""
 
     def mend(self, sock: socket.socket) -> None:
-        """Mend a cut of this socket."""
+        """Have a cut of this socket mended, unless somebody does."""
 
     def doubts(self) -> socket.socket | None:
         """Ask for a sign of life; return the socket where none came, and another server could be asked instead."""
@@ -60,7 +62,9 @@ class Keeper:
         self._lock = threading.Lock()
         self._all: dict[int, weakref.ref[Kept]] = {}
         self._beaten_at: dict[int, float] = {}
-        self._mending: set[int] = set()
+        self._left_alone_until: dict[int, float] = {}
+        """Those whose cut was noticed: whoever reads there notices it, too. They are looked at again a little later."""
+
         self._probing: set[int] = set()
         self._runs = False
         self._pauses = PauseDetector()
@@ -85,19 +89,20 @@ class Keeper:
                     with self._lock:
                         if self._all.get(number) is reference:
                             del self._all[number], self._beaten_at[number]
+                            self._left_alone_until.pop(number, None)
+                    continue
+                sock, listens = seen
+                if sock is None or self._left_alone(number):
                     continue
                 self._beat(number, kept)
                 self._doubt(number, kept)
-                sock, listens = seen
-                if number in self._mending:
-                    continue
                 if judges:
                     _cut_if_vanished(sock)
                 try:
                     poller.register(sock, _HUNG_UP | (select.POLLIN if listens else 0))
                     watched[sock.fileno()] = (number, reference, sock)
                 except ValueError:  # closed by somebody who had to
-                    self._mend(number, reference, sock)
+                    self._mend(number, kept, sock)
             kept = None  # so that its owner may let go of it meanwhile
             with self._lock:
                 if not self._all:
@@ -106,9 +111,10 @@ class Keeper:
             self._pauses.plan(KEEP_S)
             for descriptor, events in poller.poll(KEEP_S * 1000):
                 number, reference, sock = watched[descriptor]
-                if events != select.POLLIN:
-                    self._mend(number, reference, sock)
-                elif (kept := reference()) is not None:
+                kept = reference()
+                if kept is not None and events != select.POLLIN:
+                    self._mend(number, kept, sock)
+                elif kept is not None:
                     kept.read_idle()
             kept = None
 
@@ -133,7 +139,7 @@ class Keeper:
 
     def _doubt(self, number: int, kept: Kept) -> None:
         """Have a server probed that gives no sign of life, in a thread of its own."""
-        doubted = None if number in self._probing or number in self._mending else kept.doubts()
+        doubted = None if number in self._probing else kept.doubts()
         if doubted is None:
             return
         reference, sock = weakref.ref(kept), doubted
@@ -149,21 +155,13 @@ class Keeper:
         self._probing.add(number)
         threading.Thread(target=probe, name="rallypoint keeper, probing", daemon=True).start()
 
-    def _mend(self, number: int, reference: weakref.ref[Kept], sock: socket.socket) -> None:
-        """Mend a cut, in a thread of its own."""
+    def _mend(self, number: int, kept: Kept, sock: socket.socket) -> None:
+        """Have a cut mended, and leave that connection alone for a moment."""
+        self._left_alone_until[number] = time.monotonic() + KEEP_S
+        kept.mend(sock)
 
-        def mend() -> None:
-            try:
-                kept = reference()
-                if kept is not None:
-                    kept.mend(sock)
-                    del kept
-                time.sleep(KEEP_S)  # whoever reads there mends it, too: look again when they should have
-            finally:
-                self._mending.discard(number)
-
-        self._mending.add(number)
-        threading.Thread(target=mend, name="rallypoint keeper, mending", daemon=True).start()
+    def _left_alone(self, number: int) -> bool:
+        return time.monotonic() < self._left_alone_until.get(number, 0.0)
 
 
 def _cut_if_vanished(sock: socket.socket) -> None:

@@ -10,10 +10,10 @@ import contextlib
 import socket
 
 from rallypoint import net
-from rallypoint.core.c10d import Op, encode, hello
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, ConnectionLost
 from rallypoint.liveness import VANISHED_S, PauseDetector, silence_s
+from rallypoint.protocol.c10d import Opcode, encode, hello
 
 __all__ = ["PING", "Link"]
 
@@ -25,7 +25,7 @@ LONGEST_S = 1e6
 
 _NONCE = 0x52414C4C
 
-PING = encode(Op.PING, _NONCE)
+PING = encode(Opcode.PING, _NONCE)
 """Sent behind a write, which has no answer of its own: see `Link.pong`."""
 
 
@@ -119,7 +119,7 @@ class Link:
         except ConnectionLost as error:
             if not isinstance(error.__cause__, TimeoutError):
                 raise
-        self.send(encode(Op.CANCEL_WAIT), operation, patience)
+        self.send(encode(Opcode.CANCEL_WAIT), operation, patience)
         if self.take(1, operation, patience) == b"\1":
             return False
         self.take(1, operation, patience)  # it came true just before; this byte is for the cancellation

@@ -29,9 +29,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rallypoint import net
-from rallypoint.core.native import ACCEPTED, PREFACE
 from rallypoint.deadline import Deadline
 from rallypoint.errors import AddressTaken
+from rallypoint.protocol.native import ACCEPTED, PREFACE
 
 if TYPE_CHECKING:
     from rallypoint.spawn import Server
@@ -81,6 +81,7 @@ def serve(
     fd: int | None,
     deadline: Deadline,
     outlive_s: float | None = None,
+    data_dir: str | None = None,
 ) -> Server | None:
     """Start a server child, or share one: that of this process, which ends with its last user, or (None) another's.
 
@@ -88,14 +89,14 @@ def serve(
     """
     hosts = (host,) if isinstance(host, str) else tuple(host)
     if fd is not None or port == 0:
-        return _start(hosts, port, multi_tenant, fd, outlive_s)
+        return _start(hosts, port, multi_tenant, fd, outlive_s, data_dir)
     patience = Deadline(min(deadline.timeout_s, START_S) if multi_tenant else PROBE_S)
     moment = Deadline(min(deadline.timeout_s, PROBE_S))
     holder: Holder | None = None
     while True:
         last = moment.expired()
         try:
-            return _start(hosts, port, multi_tenant, None, outlive_s)
+            return _start(hosts, port, multi_tenant, None, outlive_s, data_dir)
         except AddressTaken as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
                 raise
@@ -110,13 +111,20 @@ def serve(
         time.sleep(min(PAUSE_S, moment.remaining()))
 
 
-def _start(hosts: tuple[str, ...], port: int, multi_tenant: bool, fd: int | None, outlive_s: float | None) -> Server:
+def _start(
+    hosts: tuple[str, ...],
+    port: int,
+    multi_tenant: bool,
+    fd: int | None,
+    outlive_s: float | None,
+    data_dir: str | None,
+) -> Server:
     from rallypoint.spawn import Server
 
     with _tenants_lock:
         server = _tenants.get((hosts, port)) if multi_tenant else None
         if server is None or not server.running():
-            server = Server(hosts, port, fd=fd, outlive=outlive_s)
+            server = Server(hosts, port, fd=fd, outlive=outlive_s, data_dir=data_dir)
             if multi_tenant:
                 _tenants[hosts, server.port] = server
         return server

@@ -6,13 +6,19 @@ that is left and not longer than a moment, which doubles every round, so that a 
 and one that refuses costs nothing. When all of them answered that they are of no use, there is no other round.
 
 The blocking client and the asyncio one search by the same rules, which are here; this module connects to nothing. A
-single address keeps the whole time.
+single address keeps the whole time when a session is opened. When one is resumed, it is tried again and again, as
+several are: its server may be restarted behind a proxy or a listener that outlives it, and never answer what came
+before. Another program may have the port meanwhile, so then no answer ends the search but one of ours.
+
+Pauses grow from 10 ms, for a server that comes back does so within a second as a rule, and each is cut by chance: the
+clients of a server that died have all been cut at the same moment, and must not all come back at the same moment.
 
 Rejected: to call all at once. The session would be taken from one gateway by the next, and each takes a write in etcd.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Mapping
 
 from rallypoint import net
@@ -24,11 +30,14 @@ __all__ = ["NO_GATEWAY", "Route", "Search"]
 PATIENCE_S = (1.0, 30.0)
 """How long one of several addresses may be silent at most: in the first round, and after doubling each round."""
 
+RESUMING_S = (2.0, 10.0)
+"""The same for a single address where a session is resumed: one that was restarted may have thousands to welcome."""
+
 LEAST_S = 0.1
 """What each of them gets, however little time is left."""
 
-PAUSE_S = (0.01, 0.5)
-"""How long to wait between rounds, likewise."""
+PAUSE_S, GROWTH = (0.01, 1.0), 1.5
+"""How long to wait between rounds at most, the first time and in the end; chance takes up to half of it away."""
 
 NO_GATEWAY = "a plain PyTorch server, which cannot be one of several"
 """What is said of an address in a list where PyTorch's server answers."""
@@ -78,21 +87,23 @@ class Route:
 
 
 class Search:
-    """One search along a route, until a deadline."""
+    """One search along a route, until a deadline; for a server to open a session at, or to resume one (`resumes`)."""
 
-    def __init__(self, route: Route, deadline: Deadline) -> None:
+    def __init__(self, route: Route, deadline: Deadline, resumes: bool = False) -> None:
         self._route = route
         self._deadline = deadline
+        self._resumes = resumes
         self._failed: dict[net.Endpoint, Mapping[str, str]] = {}
         self._useless = 0
-        self._patience_s, self._pause_s = PATIENCE_S[0], PAUSE_S[0]
+        self._patience_s, self._longest_s = PATIENCE_S if route.several else RESUMING_S
+        self._pause_s = PAUSE_S[0]
 
     def round(self) -> Iterator[tuple[net.Endpoint, Deadline]]:
         """Yield each address to try, and by when it must have answered; those not tried yet even when time is up."""
         self._useless = 0
         addresses = self._route.order()
         for index, endpoint in enumerate(addresses):
-            if not self._route.several:
+            if not self._route.several and not self._resumes:
                 yield endpoint, self._deadline
             elif endpoint not in self._failed or not self._deadline.expired():
                 share_s = self._deadline.remaining() / (len(addresses) - index)
@@ -101,14 +112,22 @@ class Search:
     def failed(self, endpoint: net.Endpoint, why: str | Mapping[str, str], useless: bool = False) -> None:
         """Note what happened at an address, and whether it answered that it is of no use."""
         self._failed[endpoint] = {str(endpoint): why} if isinstance(why, str) else why
-        self._useless += useless
+        self._useless += useless and not self._resumes
+
+    @property
+    def why(self) -> str:
+        """What happened last at each address, in words; where there is only one, without it."""
+        each = list(self._failed.values())
+        if len(each) == 1 and len(each[0]) == 1:
+            return next(iter(each[0].values()))
+        return "; ".join(f"{where}: {why}" for failed in each for where, why in failed.items())
 
     def pause_s(self) -> float:
         """Return how long to wait before the next round; raise ConnectFailed where there is to be none."""
         if self._useless == len(self._route.endpoints) or self._deadline.expired():
             tried = {where: why for each in self._failed.values() for where, why in each.items()}
             raise ConnectFailed(peer=str(self._route.endpoints), timeout_s=self._deadline.timeout_s, tried=tried)
-        pause_s = min(self._pause_s, self._deadline.remaining())
-        self._pause_s = min(2 * self._pause_s, PAUSE_S[1])
-        self._patience_s = min(2 * self._patience_s, PATIENCE_S[1])
+        pause_s = min(self._pause_s * random.uniform(0.5, 1.0), self._deadline.remaining())
+        self._pause_s = min(GROWTH * self._pause_s, PAUSE_S[1])
+        self._patience_s = min(2 * self._patience_s, self._longest_s)
         return pause_s

@@ -1,18 +1,23 @@
-"""The backend of our own server: every operation as one request of our protocol on a `Wire`."""
+"""The backend of our own server: every operation as one request of our protocol on a `Wire`.
+
+In an outage, a wait whose time is over is `TimedOut`, or `Disconnected` for a call on a shared object. Such a call may
+come again, to wait on, or be undone. Its request is not taken back meanwhile, for the server may have answered it, and
+would not answer another one so. An undo is left for the server to find when it is back.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from rallypoint.core import native
-from rallypoint.core.machine import Command, Done, Refused, Waiting
-from rallypoint.core.native import Request
+from rallypoint.core import barrier, exchange, lock, ops, records, rendezvous, roster
+from rallypoint.core.machine import Disconnected, Done, Refused, Undo, Waiting
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.store.base import Backend, Feed
+from rallypoint.store.outage import ServerDown
 from rallypoint.store.route import Route
-from rallypoint.store.wire import Wire
+from rallypoint.store.wire import UNHEARD, Wire
 
 __all__ = ["SessionBackend"]
 
@@ -22,20 +27,18 @@ LEAST_TTL_S = 1.0
 WINDOW = 512
 """How many requests of a pipeline are under way at once."""
 
-_BULK: dict[str, type[Request]] = {
-    "set": native.Set,
-    "append": native.Append,
-    "add": native.Add,
-    "delete": native.Delete,
-    "queue_push": native.Push,
-}
-
-
 _OUTCOMES: dict[int, type[Done] | type[Refused] | type[Waiting]] = {
-    native.DONE: Done,
-    native.REFUSED: Refused,
-    native.WAITING: Waiting,
+    records.DONE: Done,
+    records.REFUSED: Refused,
+    records.WAITING: Waiting,
 }
+
+
+_WAITING = (
+    barrier.Arrive, barrier.Leave, exchange.Give, lock.Acquire, roster.Join, roster.Watch, rendezvous.Join,
+    rendezvous.Watch,
+)  # fmt: skip
+"""Commands that may wait, also if they are given no time for it."""
 
 
 class SessionBackend(Backend):
@@ -50,6 +53,8 @@ class SessionBackend(Backend):
         self.name = self._wire.label
         self.hosts_objects = self._wire.hosts_objects
         self.keeps_leases = not self.hosts_objects
+        self._calls: dict[int, bool] = {}
+        """The calls on shared objects that wait, and whether the server may know of each."""
 
     @property
     def host(self) -> str:
@@ -71,104 +76,67 @@ class SessionBackend(Backend):
         """The identity of the server: one that was restarted and has forgotten everything has another."""
         return self._wire.server
 
-    # Calls that answer at once
+    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+        special = _SPECIAL.get(op.__class__)
+        return self._wire.ask(op, _wait_s(op)) if special is None else special(self, op)
 
-    def set(self, key: bytes, value: bytes) -> None:
-        self._wire.ask("set", native.Set, (key, value))
+    def _wait(self, op: ops.Wait | ops.MultiGet) -> Any:
+        outcome = self._wire.ask(op, _wait_s(op))
+        if isinstance(outcome, TimedOut) and outcome.down:  # nobody says which keys are there
+            return TimedOut(tuple(op.keys), outcome.down)
+        return outcome
 
-    def add(self, key: bytes, amount: int) -> int:
-        return int(self._wire.ask("add", native.Add, (key, amount)))
+    def _swap(self, op: ops.Swap) -> Swap:
+        return Swap(*self._wire.ask(op))
 
-    def append(self, key: bytes, value: bytes) -> None:
-        self._wire.ask("append", native.Append, (key, value))
-
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        return bytes(self._wire.ask("compare_set", native.CompareSet, (key, expected, desired)))
-
-    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
-        return Swap(*self._wire.ask("swap", native.Swap, (key, expected, desired)))
-
-    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        self._wire.ask("multi_set", native.MultiSet, (pairs,))
-
-    def check(self, keys: Sequence[bytes]) -> bool:
-        return bool(self._wire.ask("check", native.Check, (keys,)))
-
-    def delete(self, key: bytes) -> bool:
-        return bool(self._wire.ask("delete_key", native.Delete, (key,)))
-
-    def delete_prefix(self, prefix: bytes) -> int:
-        return int(self._wire.ask("delete_prefix", native.DeletePrefix, (prefix,)))
-
-    def num_keys(self, prefix: bytes) -> int:
-        return int(self._wire.ask("num_keys", native.Count, (prefix,)))
-
-    def list_keys(self, prefix: bytes) -> list[bytes]:
-        return list(self._wire.ask("list_keys", native.List, (prefix,)))
-
-    def queue_push(self, key: bytes, value: bytes) -> None:
-        self._wire.ask("queue_push", native.Push, (key, value))
-
-    def queue_pop(self, key: bytes) -> bytes | None:
-        item: bytes | None = self._wire.ask("queue_pop", native.Pop, (key,))
+    def _take(self, op: ops.Pop | ops.Take) -> Any:
+        item = self._wire.ask(op, _wait_s(op))
         self._wire.confirm()
         return item
 
-    def queue_len(self, key: bytes) -> int:
-        return int(self._wire.ask("queue_len", native.QueueLen, (key,)))
-
-    def lease(self, key: bytes, value: bytes, ttl_s: float) -> None:
-        if 0 < ttl_s < LEAST_TTL_S:
-            raise ValueError(f"a heartbeat of {ttl_s:g} s is too fast to be kept; {LEAST_TTL_S:g} s is the least")
-        self._wire.ask("lease", native.Lease, (key, value, ttl_s))
-        if ttl_s:
-            self._wire.beat_s = min(self._wire.beat_s, ttl_s / 3)
-
-    def unlease(self, key: bytes) -> bool:
-        return bool(self._wire.ask("lease", native.Unlease, (key,)))
-
-    # Calls that may wait
-
-    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
-        wait_s = _left(deadline)
-        outcome: TimedOut | None = self._wire.ask("wait", native.Wait, (keys, wait_s), wait_s)
+    def _act(self, op: ops.Act) -> Done | Refused | Waiting:
+        command, call = op.command, op.call
+        if isinstance(command, Undo) and command.call in self._calls:
+            return self._undo(op, command)
+        if not op.timeout_s and not isinstance(command, _WAITING):
+            return self._outcome(self._wire.ask(op))
+        known, self._calls[call] = self._calls.get(call, False), True
+        try:
+            outcome = self._outcome(self._wire.act(op))
+        except ServerDown as down:
+            if call in self._calls:  # it may have been undone by another thread
+                self._calls[call] = known or down.sent
+            return Disconnected(str(down))
+        if not isinstance(outcome, Waiting):
+            self._calls.pop(call, None)
         return outcome
 
-    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
-        wait_s = _left(deadline)
-        values: list[bytes] | TimedOut
-        if len(keys) == 1:
-            values = self._wire.ask("get", native.Get, (keys[0], wait_s), wait_s)
-        else:
-            values = self._wire.ask("multi_get", native.MultiGet, (keys, wait_s), wait_s)
-        return values
+    def _undo(self, op: ops.Act, command: Undo) -> Done | Refused | Waiting:
+        """Take back a call that waits. In an outage that is left for later, and one never sent is no call."""
+        self._wire.unpark(command.call)
+        if not self._calls.pop(command.call, True):
+            return Done()
+        told = self._wire.ask(op, 0.0, UNHEARD)
+        return Disconnected(told.down) if isinstance(told, TimedOut) else self._outcome(told)
 
-    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
-        wait_s = _left(deadline)
-        item: bytes | TimedOut = self._wire.ask("queue_pop", native.Take, (key, wait_s), wait_s)
+    def _outcome(self, told: Any) -> Done | Refused | Waiting:
         self._wire.confirm()
-        return item
-
-    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
-        wait_s = _left(deadline)
-        outcome: TimedOut | None = self._wire.ask("barrier", native.Arrive, (key, size, wait_s), wait_s)
-        return outcome
-
-    def act(self, name: bytes, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
-        kind, *facts = self._wire.ask(command.machine.kind, native.Act, (name, member, call, command, wait_s), wait_s)
-        self._wire.confirm()
+        kind, *facts = told
         return _OUTCOMES[kind](*facts)
+
+    def _lease(self, op: ops.Lease) -> None:
+        if 0 < op.ttl_s < LEAST_TTL_S:
+            raise ValueError(f"a heartbeat of {op.ttl_s:g} s is too fast to be kept; {LEAST_TTL_S:g} s is the least")
+        self._wire.ask(op)
+        if op.ttl_s:
+            self._wire.beat_s = min(self._wire.beat_s, op.ttl_s / 3)
 
     def watch(self, prefix: bytes) -> Feed:
         return _SessionFeed(self._wire, prefix)
 
-    def pipeline(self, calls: Sequence[tuple[str, tuple[Any, ...]]]) -> list[Any]:
-        results: list[Any] = []
-        for start in range(0, len(calls), WINDOW):
-            results += self._wire.ask_all(
-                [(_BULK[name], arguments) for name, arguments in calls[start : start + WINDOW]]
-            )
-        return results
+    def pipeline(self, batch: Sequence[ops.Op]) -> list[Any]:
+        starts = range(0, len(batch), WINDOW)
+        return [answer for start in starts for answer in self._wire.ask_all(batch[start : start + WINDOW])]
 
     def clone(self) -> SessionBackend:
         return SessionBackend(self._route.copy(), self.timeout_s)
@@ -177,8 +145,20 @@ class SessionBackend(Backend):
         self._wire.close()
 
 
-def _left(deadline: Deadline) -> float:
-    return min(deadline.remaining(), native.MAX_WAIT_S)
+def _wait_s(op: Any) -> float | None:
+    """Return how long an operation may wait; None where it asks what is true now, which no outage may decide."""
+    return getattr(op, "timeout_s", None) or None
+
+
+_SPECIAL: dict[type[ops.Op], Callable[[SessionBackend, Any], Any]] = {
+    ops.Wait: SessionBackend._wait,
+    ops.MultiGet: SessionBackend._wait,
+    ops.Swap: SessionBackend._swap,
+    ops.Pop: SessionBackend._take,
+    ops.Take: SessionBackend._take,
+    ops.Act: SessionBackend._act,
+    ops.Lease: SessionBackend._lease,
+}
 
 
 class _SessionFeed(Feed):

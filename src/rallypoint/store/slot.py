@@ -6,9 +6,9 @@ import contextlib
 import threading
 from collections import deque
 
-from rallypoint.core.client import Client, Reply
 from rallypoint.core.records import Event
 from rallypoint.errors import RallypointError
+from rallypoint.protocol.client import Client, Reply
 
 __all__ = ["Slot"]
 

@@ -17,15 +17,17 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from rallypoint import net
-from rallypoint.core.c10d import Op, encode
-from rallypoint.core.records import Swap, TimedOut, show
+from rallypoint.core import ops
+from rallypoint.core.records import TimedOut, show
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectFailed, ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
+from rallypoint.protocol.c10d import Opcode, encode
 from rallypoint.store.base import Backend, Store
 from rallypoint.store.dial import NotOurs
 from rallypoint.store.link import PING, Link
@@ -63,102 +65,75 @@ class TorchBackend(Backend):
         self._lost: ConnectionLost | None = None
         self._idle.append(Link(host, port, Deadline(timeout_s)))
 
-    # Calls that answer at once
+    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+        if op.__class__ not in _EXECUTE:
+            raise self.unsupported(op.verb)
+        return _EXECUTE[op.__class__](self, op, deadline or Deadline(getattr(op, "timeout_s", self.timeout_s)))
 
-    def set(self, key: bytes, value: bytes) -> None:
-        self._confirmed("set", encode(Op.SET, key, value))
+    def unsupported(self, operation: str) -> Unsupported:
+        return Unsupported(operation=operation, store=self.name, why="PyTorch's protocol has no words for it")
 
-    def append(self, key: bytes, value: bytes) -> None:
-        self._confirmed("append", encode(Op.APPEND, key, value))
+    # Operations that are answered at once: `patience` is how long the server may take
 
-    def queue_push(self, key: bytes, value: bytes) -> None:
-        self._confirmed("queue_push", encode(Op.QUEUE_PUSH, key, value))
-
-    def multi_set(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
-        self._confirmed("multi_set", encode(Op.MULTI_SET, len(pairs), *(part for pair in pairs for part in pair)))
-
-    def add(self, key: bytes, amount: int) -> int:
+    def _add(self, op: ops.Add, patience: Deadline) -> int:
         try:
-            return self._integer("add", encode(Op.ADD, key, amount))
+            return self._integer(op, encode(Opcode.ADD, op.key, op.amount), patience)
         except ConnectionLost as error:
-            raise self._why_not_counted(key, error) from None
+            raise self._why_not_counted(op.key, error) from None
 
-    def compare_set(self, key: bytes, expected: bytes, desired: bytes) -> bytes:
-        patience = Deadline(self.timeout_s)
-        with self._link("compare_set", encode(Op.COMPARE_SET, key, expected, desired), patience) as link:
-            return link.string("compare_set", patience)
+    def _compare_set(self, op: ops.CompareSet, patience: Deadline) -> bytes:
+        request = encode(Opcode.COMPARE_SET, op.key, op.expected, op.desired)
+        with self._link(op.verb, request, patience) as link:
+            return link.string(op.verb, patience)
 
-    def check(self, keys: Sequence[bytes]) -> bool:
-        patience = Deadline(self.timeout_s)
-        with self._link("check", encode(Op.CHECK, len(keys), *keys), patience) as link:
+    def _check(self, op: ops.Check, patience: Deadline) -> bool:
+        with self._link("check", encode(Opcode.CHECK, len(op.keys), *op.keys), patience) as link:
             return link.take(1, "check", patience) == b"\0"
 
-    def delete(self, key: bytes) -> bool:
-        return bool(self._integer("delete_key", encode(Op.DELETE_KEY, key)))
-
-    def num_keys(self, prefix: bytes) -> int:
-        return len(self.list_keys(prefix)) if prefix else self._integer("num_keys", encode(Op.GETNUMKEYS))
-
-    def list_keys(self, prefix: bytes) -> list[bytes]:
-        patience = Deadline(self.timeout_s)
-        with self._link("list_keys", encode(Op.LIST_KEYS), patience) as link:
+    def _list(self, op: ops.List | ops.Count, patience: Deadline) -> list[bytes]:
+        with self._link("list_keys", encode(Opcode.LIST_KEYS), patience) as link:
             keys = [link.string("list_keys", patience) for _ in range(link.integer("list_keys", patience))]
-        return [key for key in keys if key.startswith(prefix)]
+        return sorted(key for key in keys if key.startswith(op.prefix))
 
-    def queue_len(self, key: bytes) -> int:
-        return self._integer("queue_len", encode(Op.QUEUE_LEN, key))
-
-    def queue_pop(self, key: bytes) -> bytes | None:
-        patience = Deadline(self.timeout_s)
-        with self._link("queue_pop", encode(Op.QUEUE_POP, key), patience) as link:
+    def _pop(self, op: ops.Pop, patience: Deadline) -> bytes | None:
+        with self._link("queue_pop", encode(Opcode.QUEUE_POP, op.key), patience) as link:
             return self._item(link, patience)
 
-    # Calls that may wait
+    # Operations that may wait, until the deadline
 
-    def wait(self, keys: Sequence[bytes], deadline: Deadline) -> TimedOut | None:
-        if deadline.expired() or not keys:
-            return None if self.check(keys) else self._missing(keys)
+    def _wait(self, op: ops.Wait | ops.MultiGet, deadline: Deadline) -> TimedOut | None:
+        if deadline.expired() or not op.keys:
+            return None if self.execute(ops.Check(0, op.keys)) else self._missing(op.keys)
         patience = self._patience(deadline)
-        with self._link("wait", encode(Op.WAIT, len(keys), *keys), patience) as link:
+        with self._link("wait", encode(Opcode.WAIT, len(op.keys), *op.keys), patience) as link:
             true = link.waited("wait", deadline, patience)
-        return None if true else self._missing(keys)
+        return None if true else self._missing(op.keys)
 
-    def wait_values(self, keys: Sequence[bytes], deadline: Deadline) -> list[bytes] | TimedOut:
+    def _multi_get(self, op: ops.MultiGet, deadline: Deadline) -> list[bytes] | TimedOut:
         for _ in self._looks(deadline):
-            outcome = self.wait(keys, deadline)
+            outcome = self._wait(op, deadline)
             if outcome is not None:
                 return outcome
-            values = self._values(keys)
-            empty = [key for key, value in zip(keys, values, strict=True) if not value]
+            values = self._values(op.keys)
+            empty = [key for key, value in zip(op.keys, values, strict=True) if not value]
             if not empty or self._present(empty):
                 return values
         return TimedOut(tuple(empty))
 
-    def wait_item(self, key: bytes, deadline: Deadline) -> bytes | TimedOut:
+    def _take(self, op: ops.Take, deadline: Deadline) -> bytes | TimedOut:
         for _ in self._looks(deadline):
-            item = self._wait_and_pop(key, deadline)
+            item = self._wait_and_pop(op.key, deadline)
             if item is not None:
                 return item
-        return TimedOut((key,))
+        return TimedOut((op.key,))
 
-    def barrier(self, key: bytes, size: int, deadline: Deadline) -> TimedOut | None:
+    def _arrive(self, op: ops.Arrive, deadline: Deadline) -> TimedOut | None:
         patience = self._patience(deadline)
         try:
-            with self._link("barrier", encode(Op.BARRIER, key, size), patience) as link:
-                return None if link.waited("barrier", deadline, patience) else TimedOut((key,))
+            with self._link("barrier", encode(Opcode.BARRIER, op.key, op.size), patience) as link:
+                return None if link.waited("barrier", deadline, patience) else TimedOut((op.key,))
         except ConnectionLost as error:
-            raise self._why_not_counted(key, error) from None
-
-    # What the protocol cannot do
-
-    def swap(self, key: bytes, expected: bytes | None, desired: bytes) -> Swap:
-        raise self.unsupported("swap")
-
-    def delete_prefix(self, prefix: bytes) -> int:
-        raise self.unsupported("delete_prefix")
-
-    def unsupported(self, operation: str) -> Unsupported:
-        return Unsupported(operation=operation, store=self.name, why="PyTorch's protocol has no words for it")
+            raise self._why_not_counted(op.key, error) from None
 
     # The connections
 
@@ -255,22 +230,20 @@ class TorchBackend(Backend):
         """How long the server may take to answer, waiting included."""
         return Deadline(deadline.remaining() + self.timeout_s)
 
-    def _confirmed(self, operation: str, request: bytes) -> None:
-        patience = Deadline(self.timeout_s)
-        with self._link(operation, request + PING, patience) as link:
-            link.pong(operation, patience)
+    def _confirmed(self, op: ops.Op, request: bytes, patience: Deadline) -> None:
+        with self._link(op.verb, request + PING, patience) as link:
+            link.pong(op.verb, patience)
 
-    def _integer(self, operation: str, request: bytes) -> int:
-        patience = Deadline(self.timeout_s)
-        with self._link(operation, request, patience) as link:
-            return link.integer(operation, patience)
+    def _integer(self, op: ops.Op, request: bytes, patience: Deadline) -> int:
+        with self._link(op.verb, request, patience) as link:
+            return link.integer(op.verb, patience)
 
     def _values(self, keys: Sequence[bytes]) -> list[bytes]:
         patience = Deadline(self.timeout_s)
         if len(keys) == 1:
-            with self._link("get", encode(Op.GET, *keys), patience) as link:
+            with self._link("get", encode(Opcode.GET, *keys), patience) as link:
                 return [link.string("get", patience)]
-        with self._link("multi_get", encode(Op.MULTI_GET, len(keys), *keys), patience) as link:
+        with self._link("multi_get", encode(Opcode.MULTI_GET, len(keys), *keys), patience) as link:
             return [link.string("multi_get", patience) for _ in keys]
 
     def _item(self, link: Link, patience: Deadline) -> bytes | None:
@@ -279,20 +252,21 @@ class TorchBackend(Backend):
     def _wait_and_pop(self, key: bytes, deadline: Deadline) -> bytes | None:
         """Wait for a queue and pop, on one connection: our server keeps the item for the one it told."""
         if deadline.expired():
-            return self.queue_pop(key)
+            item: bytes | None = self.execute(ops.Pop(0, key))
+            return item
         patience = self._patience(deadline)
-        with self._link("queue_pop", encode(Op.WAIT, 1, key), patience) as link:
+        with self._link("queue_pop", encode(Opcode.WAIT, 1, key), patience) as link:
             if not link.waited("queue_pop", deadline, patience):
                 return None
-            link.send(encode(Op.QUEUE_POP, key), "queue_pop", patience)
+            link.send(encode(Opcode.QUEUE_POP, key), "queue_pop", patience)
             return self._item(link, patience)
 
     def _present(self, keys: Sequence[bytes]) -> bool:
         """Say whether all of these are keys: the server shows a missing key, or one of a queue only, as empty."""
-        return not set(keys).difference(self.list_keys(b""))
+        return not set(keys).difference(self.execute(ops.List(0, b"")))
 
     def _missing(self, keys: Sequence[bytes]) -> TimedOut:
-        return TimedOut(tuple(key for key in dict.fromkeys(keys) if not self.check([key])))
+        return TimedOut(tuple(key for key in dict.fromkeys(keys) if not self.execute(ops.Check(0, [key]))))
 
     def _looks(self, deadline: Deadline) -> Iterator[None]:
         """Look once, and again after growing pauses until the deadline."""
@@ -306,7 +280,7 @@ class TorchBackend(Backend):
     def _why_not_counted(self, key: bytes, error: ConnectionLost) -> Exception:
         """Find out whether the server hung up because the key is no number, for it does not say."""
         try:
-            value = self._values([key])[0] if self.check([key]) else b"0"
+            value = self._values([key])[0] if self.execute(ops.Check(0, [key])) else b"0"
             if not -(2**63) <= int(value) < 2**63:
                 raise ValueError
         except ValueError:
@@ -317,6 +291,31 @@ class TorchBackend(Backend):
             self._lost = error
             self._hang_up()
         return error
+
+
+_EXECUTE: dict[type[ops.Op], Callable[[TorchBackend, Any, Deadline], Any]] = {
+    ops.Set: lambda self, op, by: self._confirmed(op, encode(Opcode.SET, op.key, op.value), by),
+    ops.Get: lambda self, op, by: self._multi_get(ops.MultiGet(0, [op.key], op.timeout_s), by),
+    ops.Add: TorchBackend._add,
+    ops.Check: TorchBackend._check,
+    ops.Wait: TorchBackend._wait,
+    ops.MultiGet: TorchBackend._multi_get,
+    ops.MultiSet: lambda self, op, by: self._confirmed(
+        op, encode(Opcode.MULTI_SET, len(op.pairs), *chain.from_iterable(op.pairs)), by
+    ),
+    ops.Append: lambda self, op, by: self._confirmed(op, encode(Opcode.APPEND, op.key, op.value), by),
+    ops.CompareSet: TorchBackend._compare_set,
+    ops.Delete: lambda self, op, by: bool(self._integer(op, encode(Opcode.DELETE_KEY, op.key), by)),
+    ops.Count: lambda self, op, by: (
+        len(self._list(op, by)) if op.prefix else self._integer(op, encode(Opcode.GETNUMKEYS), by)
+    ),
+    ops.List: TorchBackend._list,
+    ops.Push: lambda self, op, by: self._confirmed(op, encode(Opcode.QUEUE_PUSH, op.key, op.value), by),
+    ops.Pop: TorchBackend._pop,
+    ops.Take: TorchBackend._take,
+    ops.QueueLen: lambda self, op, by: self._integer(op, encode(Opcode.QUEUE_LEN, op.key), by),
+    ops.Arrive: TorchBackend._arrive,
+}
 
 
 def _backend(endpoints: net.Endpoints, timeout_s: float) -> TorchBackend | SessionBackend:
@@ -412,9 +411,10 @@ class TCPStore(Store):
         self, backend: TorchBackend | SessionBackend, world_size: int, is_master: bool, deadline: Deadline
     ) -> None:
         """Count this client; the master, whose server is ours, waits until the count is full."""
+        arrival = ops.Arrive(0, _INIT, world_size, min(deadline.remaining(), ops.MAX_WAIT_S))
         if not is_master:
-            backend.add(_INIT, 1)
-        elif backend.barrier(_INIT, world_size, deadline) is not None:
-            joined = backend.add(_INIT, 1)
+            backend.execute(ops.Add(0, _INIT, 1))
+        elif backend.execute(arrival, deadline) is not None:
+            joined = backend.execute(ops.Add(0, _INIT, 1))
             self.close()
             raise WorkersMissing(store=backend.name, joined=joined, world_size=world_size, timeout_s=deadline.timeout_s)

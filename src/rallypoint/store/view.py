@@ -107,6 +107,7 @@ class View:
         missing: Sequence[str],
         deadline: Deadline,
         what: str | None = None,
+        down: str = "",
     ) -> StoreTimeout:
         return StoreTimeout(
             operation=operation,
@@ -115,4 +116,5 @@ class View:
             timeout_s=deadline.timeout_s,
             store=repr(self),
             what=what,
+            down=down,
         )

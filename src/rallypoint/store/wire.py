@@ -5,18 +5,20 @@ all: whoever finds nobody reading reads until its own answer is there, hands out
 another waiting thread to read on. Most calls are alone: they take the reader's part before they send, and then what
 comes first is their answer, which needs no slot.
 
-A cut is mended by whoever notices it: a reading thread, or, when no call is under way, the keeper, a daemon thread. It
-connects again, there or elsewhere, resumes the session and repeats what was not answered. When there is no such session
-any more, or the grace has passed, it is over for good: `SessionLost`, or `ServerRestarted` when another server answers.
+A cut is noticed by whoever reads, or, when no call is under way, by the keeper, a daemon thread. A thread of its own
+(`reconnect.py`) then is the reader: it connects again, there or elsewhere, resumes the session and repeats what was not
+answered. Calls wait meanwhile, each for as long as `outage.py` has it, and new ones with them. When there is no such
+session any more, or it has been away for longer than it lasts, it is over for good: `SessionLost`, or `ServerRestarted`
+when another server answers.
 
 Where there are several addresses, a server that hangs is as good as lost, and no kernel tells of it. So the keeper
 pings it every second. An answer may be late for good reasons, such as the requests before it; then a connection of its
 own is tried, and only if that is met with silence, too, the session goes on elsewhere.
 
-Who reads, and mends, is noted in `_reader` by a token of its own, so that a call that is interrupted anywhere can see
-whether it was the reader, and stop being it: a lock could be left held by a signal right after it was taken. Whoever
-reads may take `_sender` (the order of requests on the wire), and either `_lock` (the protocol core, the slots and
-`_reader`; held over no I/O).
+Who reads is noted in `_reader` by a token of its own, so that a call that is interrupted anywhere can see whether it
+was the reader, and stop being it: a lock could be left held by a signal right after it was taken. Whoever reads may
+take `_sender` (the order of requests on the wire, and which connection they go to), and either `_lock` (the protocol
+core, the slots and `_reader`; held over no I/O).
 
 A reader that is interrupted (Ctrl-C) may have read what it can deliver to nobody any more. It cuts the connection,
 and what was lost comes again when the session is resumed.
@@ -38,11 +40,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from rallypoint import net
-from rallypoint.core import native
-from rallypoint.core.c10d import BadMessage
-from rallypoint.core.client import Client, Reply, error_of
-from rallypoint.core.native import Request, Status
-from rallypoint.core.records import Event, TimedOut
+from rallypoint.core import ops
+from rallypoint.core.records import Event, Status, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import (
     ConnectFailed,
@@ -52,9 +51,12 @@ from rallypoint.errors import (
     SessionLost,
     StoreClosed,
 )
-from rallypoint.store import keeper, lost_sessions
-from rallypoint.store.dial import NotOurs, answers, dial
+from rallypoint.protocol import BadMessage, native
+from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.store import keeper, lost_sessions, reconnect
+from rallypoint.store.dial import Contact, Dialer, NotOurs, answers, dial
 from rallypoint.store.ear import Ear, poll
+from rallypoint.store.outage import Outage, Patience, ServerDown
 from rallypoint.store.route import Route
 from rallypoint.store.slot import Slot
 
@@ -74,6 +76,18 @@ PING_S, PROBE_S = 1.0, 1.0
 """How often one of several servers is asked for a sign of life, which is late when the next is due; and how long a
 probe may then take."""
 
+
+LEAST_S = 0.1
+"""How long repeating what was not answered may take, however little time is left."""
+
+
+UNHEARD = 0
+"""Of a request that is to be carried out even if nobody is left to hear its answer."""
+
+_RECONNECTING = object()
+"""The reader while a cut is mended."""
+
+_BEAT = native.frame(ops.Beat(0))
 
 _forks = 0
 """How many forks lie between this process and the one that imported this module."""
@@ -107,16 +121,22 @@ class Wire:
 
     def _begin(self) -> None:
         self._reader: object = None
-        """The call or the thread that reads, and mends; None where nobody does."""
+        """The call or the thread that reads; None where nobody does."""
 
         self._sender, self._lock = threading.Lock(), threading.Lock()
         self._slots: dict[int, Slot] = {}
+        self._parked: dict[int, tuple[int, Slot]] = {}
+        """Requests that were open when their callers' time was over in an outage, by the call that comes again."""
+
+        self._outage: Outage | None = None
         self._over: RallypointError | None = None
+        self.closed = threading.Event()
+        """Set when the session is over."""
+
         self._core = Client(net.caller_name(), self._route.identity, lost_sessions.of(self._peer))
-        self._grace_s = 0.0
         self._mended, self._cut_at = 0, float("-inf")
         self._ping, self._pinged_at = 0, time.monotonic()
-        self._ear = self._connect(Deadline(self._timeout_s))
+        self._connect(dial(self._route, self._core, self._lock, Deadline(self._timeout_s)))
         self._forks = _forks
         self.server = self._core.server
         self.hosts_objects = self._core.hosts_objects
@@ -124,8 +144,13 @@ class Wire:
 
     # Requests
 
-    def ask(self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float = 0.0) -> Any:
-        """Send a request and wait for its answer, which the server owes us once `wait_s` have passed."""
+    def ask(self, op: ops.Op, wait_s: float | None = None, left: int | None = None) -> Any:
+        """Send a request and wait for its answer: at once (`wait_s` None), or once so long has passed.
+
+        TimedOut also says that the server was down when the time was over. The request is then taken back; with `left`
+        UNHEARD it is left to be carried out; with the number of a call, to be waited for again by `act`, and then
+        ServerDown is raised.
+        """
         if _forks != self._forks:
             self._after_fork()
         token = object()
@@ -134,17 +159,21 @@ class Wire:
                 if self._reader is None:
                     self._reader = token
             if self._reader is token:
-                reply = self._ask_alone(operation, kind, arguments, wait_s)
+                reply = self._ask_alone(token, op, wait_s, left)
             else:
-                reply = self._ask_among_others(operation, kind, arguments, wait_s)
+                reply = self._ask_among_others(op, wait_s, left)
+        except ServerDown as down:
+            if left:
+                raise
+            return TimedOut((), str(down))
         finally:
             if self._reader is token:
                 self._reader = None
-                if self._slots:
-                    self._wake_another()
+            if self._slots:
+                self._wake_another()
         return reply.result if reply.status == Status.OK else self._failed(reply)
 
-    def _ask_alone(self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float) -> Reply:
+    def _ask_alone(self, me: object, op: ops.Op, wait_s: float | None, left: int | None) -> Reply:
         """Ask and read, being the reader."""
         number = 0
         try:
@@ -152,8 +181,8 @@ class Wire:
                 if self._over is not None:
                     raise _again(self._over)
                 number = self._core.number
-                request = self._core.ask(kind, *arguments)
-                self._send(request)
+                until = time.monotonic() + wait_s if wait_s else None
+                self._send(self._core.ask(op, until))
                 ear = self._ear
             data = ear.hear_soon()
             if data:
@@ -162,42 +191,72 @@ class Wire:
                 if reply is not None:
                     self._mended = 0
                     return reply
-            return self._read_on(ear, data, number, operation, wait_s)
+            # More than our answer came, or none yet, or a cut: take the part of one reader among others.
+            slot = self._slots[number] = Slot()
+            patience = Patience(self.patience_s, wait_s)
+            if not self._took(ear, data):
+                self._read(slot, patience)
+            return self._answer(number, slot, _verb(op), patience)
         except BaseException as error:
-            if not isinstance(error, RallypointError):
+            if self._reader is me and not isinstance(error, RallypointError):
                 self._cut()
-            self._abandon(number)
+            self._unanswered(error, number, left)
             raise
 
-    def _read_on(self, ear: Ear, data: bytes | None, number: int, operation: str, wait_s: float) -> Reply:
-        """When more than our answer came, or none yet, or a cut: take the part of one reader among others."""
-        slot = self._slots[number] = Slot()
-        deadline = Deadline(self.patience_s + wait_s)
-        try:
-            self._took(ear, data)
-            self._read(slot, deadline)
-            return self._await(slot, operation, deadline)
-        finally:
-            self._slots.pop(number, None)
-
-    def _ask_among_others(
-        self, operation: str, kind: type[Request], arguments: tuple[Any, ...], wait_s: float
-    ) -> Reply:
+    def _ask_among_others(self, op: ops.Op, wait_s: float | None, left: int | None) -> Reply:
         """Ask, and wait for the answer while another reads, or for the reader's part."""
         slot, number = Slot(), 0
-        deadline = Deadline(self.patience_s + wait_s)
+        patience = Patience(self.patience_s, wait_s)
         try:
             with self._sender:
                 number = self._core.number
-                self._send(self._number(kind, arguments, slot))
-            return self._await(slot, operation, deadline)
-        except BaseException:
+                self._send(self._number(op, slot, patience.own_at if wait_s else None))
+            return self._answer(number, slot, _verb(op), patience)
+        except BaseException as error:
+            self._unanswered(error, number, left)
+            raise
+
+    def _answer(self, number: int, slot: Slot, operation: str, patience: Patience) -> Reply:
+        """Wait for the answer to a request, and take it out of its slot."""
+        reply = self._await(slot, operation, patience)
+        self._slots.pop(number, None)
+        return reply
+
+    def _unanswered(self, error: BaseException, number: int, left: int | None) -> None:
+        """Deal with a request whose caller goes: take it back, unless the server is down and it is to be `left`."""
+        if isinstance(error, ServerDown) and left is not None:
+            error.sent = number < error.unsent_from
+            if left != UNHEARD and error.sent:
+                self._parked[left] = number, self._slots[number]
+                return
+        self._slots.pop(number, None)
+        if left != UNHEARD or not isinstance(error, ServerDown):
             self._abandon(number)
+
+    def act(self, op: ops.Act) -> Any:
+        """Ask something of a shared object, or go on waiting for the answer to what this call asked before an outage.
+
+        Raises ServerDown when its time is over and the server is down; then it may come again.
+        """
+        call = op.call
+        parked = self._parked.pop(call, None) if self._parked and _forks == self._forks else None
+        if parked is None:
+            return self.ask(op, op.timeout_s, call)
+        number, slot = parked
+        try:
+            reply = self._answer(number, slot, _verb(op), Patience(self.patience_s, op.timeout_s))
+        except BaseException as error:
+            self._unanswered(error, number, call)
             raise
         finally:
-            self._slots.pop(number, None)
-            if self._slots:
-                self._wake_another()
+            self._wake_another()
+        return reply.result if reply.status == Status.OK else self._failed(reply)
+
+    def unpark(self, call: int) -> None:
+        """Let go of what a call asked before an outage: its answer is for nobody."""
+        parked = self._parked.pop(call, None)
+        if parked is not None:
+            self._slots.pop(parked[0], None)
 
     def confirm(self) -> None:
         """Tell the server now what was delivered here, if that is more than a little."""
@@ -209,41 +268,41 @@ class Wire:
             if data:
                 self._send(data)
 
-    def ask_all(self, calls: Sequence[tuple[type[Request], tuple[Any, ...]]]) -> list[Any]:
+    def ask_all(self, batch: Sequence[ops.Op]) -> list[Any]:
         """Send requests together and wait for all their answers; raise the first error among them."""
         if _forks != self._forks:
             self._after_fork()
-        slots = [Slot() for _ in calls]
-        deadline = Deadline(self.patience_s)
+        slots = [Slot() for _ in batch]
+        patience = Patience(self.patience_s, None)
         first = 1 << 62
         try:
             with self._sender:
                 first = self._core.number
-                requests = [self._number(kind, args, slot) for (kind, args), slot in zip(calls, slots, strict=True)]
+                requests = [self._number(op, slot) for op, slot in zip(batch, slots, strict=True)]
                 self._send(b"".join(requests))
-            replies = [self._await(slot, "pipeline", deadline) for slot in slots]
+            replies = [self._await(slot, "pipeline", patience) for slot in slots]
         except BaseException:
             with self._lock:
-                for number in range(first, first + len(calls)):
+                for number in range(first, first + len(batch)):
                     self._core.forget(number)
             raise
         finally:
-            for number in range(first, first + len(calls)):
+            for number in range(first, first + len(batch)):
                 self._slots.pop(number, None)
             self._wake_another()
         return [reply.result if reply.status == Status.OK else self._failed(reply) for reply in replies]
 
-    def _number(self, kind: type[Request], arguments: tuple[Any, ...], slot: Slot | None = None) -> bytes:
+    def _number(self, op: ops.Op, slot: Slot | None = None, until: float | None = None) -> bytes:
         """Number a request, the sender's lock being held; return what to send."""
         with self._lock:
             if self._over is not None:
                 raise _again(self._over)
             if slot is not None:
                 self._slots[self._core.number] = slot
-            return self._core.ask(kind, *arguments)
+            return self._core.ask(op, until)
 
     def _send(self, request: bytes) -> None:
-        """Send, the sender's lock being held; what a cut swallows is repeated by whoever mends it."""
+        """Send, the sender's lock being held; what a cut swallows is repeated when it is mended."""
         sock = self._ear.socket
         try:
             sent = sock.send(request)
@@ -267,32 +326,47 @@ class Wire:
         raise error_of(reply, self.label)
 
     def _abandon(self, number: int) -> None:
-        """After Ctrl-C: nobody will take this answer. The server stops waiting, and takes back what it gave."""
+        """After Ctrl-C: nobody will take this answer. The server stops waiting, and takes back what it gave.
+
+        What was asked in an outage it has never seen: calls that poll then must not leave something to say each.
+        """
         if not number:
             return
         with contextlib.suppress(OSError, RallypointError), self._sender:
             with self._lock:
                 self._core.forget(number)
-            self._send(self._number(native.Drop, (number,)))
+            if self._outage is None or number < self._outage.unsent_from:
+                self._send(self._number(ops.Drop(0, number)))
 
     # What the keeper calls
 
-    def look(self) -> tuple[socket.socket, bool] | None:
-        """Return the socket and whether what comes there is for nobody who reads; None when all is over."""
+    def look(self) -> tuple[socket.socket | None, bool] | None:
+        """Return the socket, and whether what comes there is for nobody who reads.
+
+        None is there while another is being made, and instead of all when the session is over. Whoever waits is told
+        that the server is down, when it is time.
+        """
         if self._over is not None:
             return None
+        outage = self._outage
+        if outage is not None:
+            if outage.look():
+                with self._lock:
+                    for slot in list(self._slots.values()):
+                        slot.ring()
+            return None, False
         return self._ear.socket, self._reader is None and (bool(self._slots) or not self._core.answered(self._ping))
 
     def mend(self, sock: socket.socket) -> None:
-        """Mend a cut of this socket, unless somebody does or did so."""
-        with self._reading() as reads:
-            if reads and self._ear.socket is sock:
-                self._mend()
+        """Have a cut of this socket mended, unless somebody reads there, who will notice."""
+        ear = self._ear
+        if ear.socket is sock and self._reader is None:
+            reconnect.start(self, ear, None)
 
     def doubts(self) -> socket.socket | None:
         """Ping, where there are several addresses and it is time; return the socket where that is in vain."""
         now, sock, lately_at = time.monotonic(), self._ear.socket, self._pinged_at
-        if not self._route.several or now < lately_at + PING_S:
+        if not self._route.several or now < lately_at + PING_S or self._outage is not None:
             return None
         in_vain = True
         if self._core.answered(self._ping):
@@ -310,9 +384,9 @@ class Wire:
         """Ping, the sender's lock being held; say whether the connection took it at once."""
         self._ping = self._core.number
         try:
-            ping = self._number(native.Ping, ())
+            ping = self._number(ops.Ping(0))
             if sock.send(ping, socket.MSG_DONTWAIT) < len(ping):
-                sock.close()  # in the middle of a frame; whoever mends the cut says it again
+                sock.close()  # in the middle of a frame; it is said again when the cut is mended
         except OSError:
             with self._lock:
                 self._core.forget(self._ping)
@@ -322,7 +396,7 @@ class Wire:
         return True
 
     def probe(self, sock: socket.socket) -> None:
-        """Find out whether the server of this socket hangs, and cut it if so: whoever mends it begins elsewhere."""
+        """Find out whether the server of this socket hangs, and cut it if so: the session then goes on elsewhere."""
         hangs = not answers(self._route.at, Deadline(PROBE_S))
         if hangs and self._ear.socket is sock and sock.fileno() >= 0 and not poll(sock, select.POLLIN, 0.0):
             self._route.leave()
@@ -341,8 +415,8 @@ class Wire:
         try:
             with self._sender:
                 number = self._core.number
-                self._send(self._number(native.Watch, (prefix,), slot))
-            while isinstance(answer := self._next(slot, "watch", Deadline(self.patience_s)), Event):
+                self._send(self._number(ops.Watch(0, prefix), slot))
+            while isinstance(answer := self._next(slot, "watch", Patience(self.patience_s, None)), Event):
                 early.append(answer)
         except BaseException:
             self._slots.pop(number, None)
@@ -360,10 +434,11 @@ class Wire:
         if _forks != self._forks or slot.session is not self._core:
             raise SessionLost(peer=self._peer, why="this process was forked off, and the watch is its parent's")
         try:
-            answer = self._next(slot, "watch", deadline)
+            answer = self._next(slot, "watch", Patience(0.0, deadline.remaining()))
         except ConnectionLost:
             if self._over is None and deadline.expired():
-                return TimedOut(())
+                outage = self._outage
+                return TimedOut((), outage.words() if outage is not None and outage.down else "")
             raise
         finally:
             self._wake_another()
@@ -374,7 +449,7 @@ class Wire:
         """Give up a watch, and wake whoever waits for its events."""
         if _forks == self._forks and slot.session is self._core:
             with contextlib.suppress(RallypointError):
-                self.ask("watch", native.Drop, (number,))
+                self.ask(ops.Drop(0, number), 0.0, UNHEARD)
             self._slots.pop(number, None)
         slot.give(StoreClosed(store=f"a watch of {self.label}"))
 
@@ -389,27 +464,27 @@ class Wire:
                 self._ear.socket.settimeout(GOODBYE_S)
                 with self._lock:
                     unanswered = self._core.unanswered()
-                takes_back = [self._number(native.Drop, (number,)) for number in unanswered]
-                self._ear.socket.sendall(b"".join([*takes_back, self._number(native.Bye, (), goodbye)]))
+                takes_back = [self._number(ops.Drop(0, number)) for number in unanswered]
+                self._ear.socket.sendall(b"".join([*takes_back, self._number(ops.Bye(0), goodbye)]))
             except (OSError, RallypointError):
                 goodbye = None
             finally:
                 self._sender.release()
             if goodbye is not None:
-                self._hear_out(goodbye, Deadline(GOODBYE_S))
+                self._hear_out(goodbye, Patience(GOODBYE_S, None))
         self._end(StoreClosed(store=self.label))
 
-    def _hear_out(self, slot: Slot, deadline: Deadline) -> None:
+    def _hear_out(self, slot: Slot, patience: Patience) -> None:
         """Wait for an answer, but mend no cut for it."""
-        while not slot.answers and self._over is None and not deadline.expired():
+        while not slot.answers and self._over is None and self._outage is None and not patience.expired():
             with self._reading() as reads:
-                data = self._ear.hear(deadline.remaining()) if reads else None
+                data = self._ear.hear(patience.remaining()) if reads else None
                 if data == b"":
                     return
                 if data:
                     self._hand_out(data)
             if not reads:
-                self._follow(slot, deadline)
+                self._follow(slot, patience)
 
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
         if not at_the_end() and "_ear" in self.__dict__ and self._over is None:
@@ -431,31 +506,36 @@ class Wire:
                 self._reader = None
                 self._wake_another()
 
-    def _await(self, slot: Slot, operation: str, deadline: Deadline) -> Reply:
+    def _await(self, slot: Slot, operation: str, patience: Patience) -> Reply:
         """Return the answer that comes for a slot."""
-        answer = self._next(slot, operation, deadline)
+        answer = self._next(slot, operation, patience)
         assert isinstance(answer, Reply)
         return answer
 
-    def _next(self, slot: Slot, operation: str, deadline: Deadline) -> Reply | Event:
-        """Return what comes next for a slot, reading for all if nobody else does."""
-        while not slot.answers and not deadline.expired():
+    def _next(self, slot: Slot, operation: str, patience: Patience) -> Reply | Event:
+        """Return what comes next for a slot, reading for all if nobody else does.
+
+        Raises ConnectionLost when no answer came in time, ServerDown when the caller's time is over in an outage.
+        """
+        while not slot.answers:
+            if self._over is not None:
+                raise _again(self._over)
+            outage = self._outage
+            if time.monotonic() >= patience.until(outage):
+                raise patience.ended(self._peer, operation, outage)
             with self._reading() as reads:
                 if reads:
-                    self._read(slot, deadline)
+                    self._read(slot, patience)
             if not reads:
-                self._follow(slot, deadline)
-        if not slot.answers:
-            why = f"no answer within {deadline.timeout_s:g} s"
-            raise ConnectionLost(peer=self._peer, operation=operation, why=why)
+                self._follow(slot, patience)
         answer = slot.answers.popleft()
         if isinstance(answer, RallypointError):
             slot.answers.append(answer)
             raise _again(answer)
         return answer
 
-    def _follow(self, slot: Slot, deadline: Deadline) -> None:
-        """Sleep while another thread reads; it hands us our answer, or the reading."""
+    def _follow(self, slot: Slot, patience: Patience) -> None:
+        """Sleep while another thread reads; it hands us our answer, or the reading, or the news of an outage."""
         with self._lock:
             slot.waiting = True
             if slot.bell is None:
@@ -463,7 +543,7 @@ class Wire:
                 slot.bell.acquire()
         try:
             if not slot.answers and self._reader is not None:
-                slot.wait(deadline.remaining())
+                slot.wait(max(0.0, patience.until(self._outage) - time.monotonic()))
         finally:
             slot.waiting = False
 
@@ -477,27 +557,30 @@ class Wire:
                     slot.ring()
                     return
 
-    def _read(self, slot: Slot, deadline: Deadline) -> None:
-        """Read and hand out until our own answer is there or the deadline has passed; mend a cut on the way."""
+    def _read(self, slot: Slot, patience: Patience) -> None:
+        """Read and hand out until our own answer is there, our patience ends, or a cut makes another the reader."""
+        ear = self._ear
         try:
             while not slot.answers and self._over is None:
-                ear = self._ear
-                data = ear.hear(deadline.remaining())
-                self._took(ear, data)
-                if data is None and deadline.expired():
+                data = ear.hear(patience.remaining())
+                if self._took(ear, data) or (data is None and patience.expired()):
                     return
         except BaseException:
-            self._cut()
+            if ear is self._ear:
+                self._cut()
             raise
-        if not slot.answers and self._over is not None:
-            slot.give(self._over)
 
-    def _took(self, ear: Ear, data: bytes | None) -> None:
-        """Deal with what was read: hand it out, or mend the cut."""
+    def _took(self, ear: Ear, data: bytes | None) -> bool:
+        """Deal with what was read: hand it out, or have a cut mended, and return that we read no more."""
         if data:
             self._hand_out(data)
-        elif data is not None and ear is self._ear:
-            self._mend()
+        if data != b"":
+            return False
+        reader = self._reader
+        reconnect.start(self, ear, reader)
+        if self._reader is reader:
+            self._reader = None  # it is over, so nobody took over from us
+        return True
 
     def read_idle(self) -> None:
         """Take in what came unasked, if nobody else reads."""
@@ -511,7 +594,7 @@ class Wire:
         if not self._sender.acquire(blocking=False):
             return False
         try:
-            self._ear.socket.send(native.frame(native.Beat(0)), socket.MSG_DONTWAIT)
+            self._ear.socket.send(_BEAT, socket.MSG_DONTWAIT)
         except OSError:
             return False
         finally:
@@ -539,7 +622,7 @@ class Wire:
                 confirm = self._core.confirm()
             sock = self._ear.socket
             if sock.send(confirm, socket.MSG_DONTWAIT) < len(confirm):
-                sock.close()  # in the middle of a frame; whoever mends the cut says it again
+                sock.close()  # in the middle of a frame; it is said again when the cut is mended
         except OSError:
             pass
         finally:
@@ -562,42 +645,86 @@ class Wire:
 
     # The connection
 
-    def _connect(self, deadline: Deadline) -> Ear:
-        """Open or resume the session on a new connection; nobody else reads or sends meanwhile."""
-        sock, self._grace_s, replies = dial(self._route, self._core, deadline)
+    def _connect(self, contact: Contact) -> None:
+        """Go on with a connection; nobody else reads or sends meanwhile."""
+        self._away_s = contact.away_s
         with self._lock:
-            for reply in replies:
+            for reply in contact.replies:
                 self._deliver(reply)
-        return Ear(sock)
+        self._ear = Ear(contact.socket)
 
-    def _mend(self) -> None:
-        """After a cut: resume within the grace, or end. We are the reader."""
-        if self._over is not None:
-            return
-        deadline = Deadline(self._grace_s)
+    # What brings the session back calls
+
+    def take_over(self, connection: object, reader: object) -> bool:
+        """Let the calling thread be the reader instead of `reader`, if this connection is still the one to mend."""
+        with self._lock:
+            if self._over is not None or self._ear is not connection or self._reader not in (None, reader):
+                return False
+            self._reader = _RECONNECTING
+            return True
+
+    def lose(self) -> Dialer | None:
+        """Close the connection; return what finds another, None where the session ends."""
         cut_at = time.monotonic()
         self._mended = self._mended + 1 if cut_at < self._cut_at + IN_A_ROW_S else 1
         self._cut_at = cut_at
         if self._mended > 1:
             self._route.leave()
+        with contextlib.suppress(OSError):
+            self._ear.socket.shutdown(socket.SHUT_RDWR)  # wakes whoever sends there
         with self._sender:
             self._ear.socket.close()
+            outage = self._outage = Outage(self._peer, self._away_s, self._core.number)
+        if self._mended > MENDS:
+            why = f"it was cut {MENDS} times in a row, without an answer in between"
+            self.give_up(ConnectionLost(peer=self._peer, operation="reconnecting", why=why))
+            return None
+        return Dialer(self._route, self._core, self._lock, outage.deadline)
+
+    def met(self, why: str) -> None:
+        """Note why an attempt failed."""
+        if self._outage is not None:
+            self._outage.why = why
+
+    def resume(self, contact: Contact) -> bool:
+        """Repeat on a new connection what was not answered, and let the callers go on; return False if it is lost."""
+        sock = contact.socket
+        with self._sender:
+            with self._lock:
+                again = self._core.repeat(time.monotonic())
+            if self.beat_s < float("inf"):  # first: the time of leases runs
+                again = _BEAT + again
+            outage = self._outage
+            assert outage is not None
             try:
-                if self._mended > MENDS:
-                    why = f"it was cut {MENDS} times in a row, without an answer in between"
-                    raise ConnectionLost(peer=self._peer, operation="reconnecting", why=why)
-                self._ear = self._connect(deadline)
-                if self._over is not None:
-                    self._ear.socket.close()  # closed meanwhile
-                return
-            except ConnectFailed as error:
-                over: RallypointError = SessionLost(peer=self._peer, why=f"cut for {self._grace_s:g} s; {error}")
-            except NotOurs:
-                over = ServerRestarted(peer=self._peer, why="a PyTorch server answers there now")
-            except RallypointError as error:
-                over = error
+                sock.settimeout(max(outage.deadline.remaining(), LEAST_S))
+                sock.sendall(again)
+            except OSError:
+                sock.close()
+                return False
+            self._connect(contact)
+            self._outage = None
         if self._over is None:
-            self._end(over)
+            outage.over()
+        else:
+            sock.close()  # closed meanwhile
+        self._reader = None
+        self._wake_another()
+        return True
+
+    def give_up(self, error: Exception) -> None:
+        """End the session, which cannot be brought back."""
+        if isinstance(error, ConnectFailed):
+            over: RallypointError = SessionLost(peer=self._peer, why=f"cut for {self._away_s:g} s; {error}")
+        elif isinstance(error, NotOurs):
+            error.socket.close()
+            over = ServerRestarted(peer=self._peer, why="a PyTorch server answers there now")
+        elif isinstance(error, RallypointError):
+            over = error
+        else:
+            over = ConnectionLost(peer=self._peer, operation="reconnecting", why=f"{type(error).__name__}: {error}")
+        self._end(over)
+        self._outage = self._reader = None
 
     def _end(self, reason: RallypointError) -> None:
         """Refuse every further call, and wake those under way."""
@@ -608,6 +735,7 @@ class Wire:
                     lost_sessions.note(self._peer, self._core.session)
             for slot in list(self._slots.values()):
                 slot.give(self._over)
+        self.closed.set()
         with contextlib.suppress(OSError):
             self._ear.socket.shutdown(socket.SHUT_RDWR)
         self._ear.socket.close()
@@ -618,6 +746,11 @@ class Wire:
             if self._forks != _forks:
                 self._ear.socket.close()
                 self._begin()
+
+
+def _verb(op: ops.Op) -> str:
+    """Return what errors call an operation."""
+    return op.command.machine.kind if isinstance(op, ops.Act) else op.verb
 
 
 def _again(error: RallypointError) -> RallypointError:
