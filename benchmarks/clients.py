@@ -67,7 +67,13 @@ def echo_calls(port: int) -> Calls:
     }
 
 
-CALLS = {"rallypoint": torch_calls, "torch": torch_calls, "redis": redis_calls, "echo": echo_calls}
+CALLS = {
+    "rallypoint": torch_calls,
+    "before": torch_calls,
+    "torch": torch_calls,
+    "redis": redis_calls,
+    "echo": echo_calls,
+}
 
 
 class Client:

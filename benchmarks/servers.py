@@ -9,16 +9,18 @@ when their standard input does. All run in a session of their own, as ours does,
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import rallypoint
-from rallypoint.core.c10d import hello
+from rallypoint.protocol.c10d import hello
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = """
@@ -30,7 +32,14 @@ store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 print(store.port, flush=True)
 sys.stdin.read()
 """
-REDIS = ("redis-server", "--bind", "127.0.0.1", "--appendonly", "no", "--loglevel", "warning", "--save", "")
+BEFORE = """
+import sys
+sys.path.insert(0, sys.argv[1] + "/src")
+from rallypoint.server.process import serve
+from rallypoint.server.settings import Settings
+serve(Settings(port=0), ready=lambda url: print(url.rpartition(":")[2], flush=True))
+"""
+REDIS = ("redis-server", "--bind", "127.0.0.1", "--loglevel", "warning", "--save", "")
 
 
 class Running(NamedTuple):
@@ -62,12 +71,12 @@ def echo() -> Iterator[Running]:
 
 
 @contextlib.contextmanager
-def redis() -> Iterator[Running]:
-    """Run Debian's redis-server, which keeps nothing on disk."""
+def redis(appends: str = "no", *options: str) -> Iterator[Running]:
+    """Run Debian's redis-server, which keeps nothing on disk unless it is told to."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with child([*REDIS, "--port", str(port)]) as process:
+    with child([*REDIS, "--appendonly", appends, *options, "--port", str(port)]) as process:
         give_up_at = time.monotonic() + 10
         while process.poll() is None and time.monotonic() < give_up_at:
             with contextlib.suppress(ConnectionRefusedError), socket.create_connection(("127.0.0.1", port)):
@@ -78,7 +87,39 @@ def redis() -> Iterator[Running]:
         yield Running(process.pid, port)
 
 
-START = {"rallypoint": ours, "torch": torchs, "redis": redis, "echo": echo}
+@contextlib.contextmanager
+def durable() -> Iterator[Running]:
+    """Run our server with a data directory."""
+    with tempfile.TemporaryDirectory(dir=ROOT) as directory, rallypoint.Server(data_dir=directory) as server:
+        yield Running(server.pid, server.port)
+
+
+@contextlib.contextmanager
+def durable_redis() -> Iterator[Running]:
+    """Run Debian's redis-server with an append-only file that is synced before every reply."""
+    with (
+        tempfile.TemporaryDirectory(dir=ROOT) as directory,
+        redis("yes", "--appendfsync", "always", "--dir", directory) as server,
+    ):
+        yield server
+
+
+@contextlib.contextmanager
+def before() -> Iterator[Running]:
+    """Run our server as it was in the checkout that RALLYPOINT_BEFORE names."""
+    with child([sys.executable, "-c", BEFORE, os.environ["RALLYPOINT_BEFORE"]]) as process:
+        yield Running(process.pid, _announced(process))
+
+
+START = {
+    "rallypoint": ours,
+    "durable": durable,
+    "before": before,
+    "torch": torchs,
+    "redis": redis,
+    "durable redis": durable_redis,
+    "echo": echo,
+}
 
 
 @contextlib.contextmanager

@@ -2,8 +2,9 @@
 
 A round is one run of pytest over `SEEDED`: histories of real processes that must be linearizable, simulations with
 random cuts and deaths, those of shared objects and of a store in etcd included, everything that hypothesis makes up,
-and jobs under the launcher whose workers are killed for a minute. Its seeds follow from one number, which is printed
-before it starts. The first failure ends the soak, with the command that runs that round again.
+jobs under the launcher whose workers are killed for a minute, and servers with a data directory that are killed a
+hundred times. Its seeds follow from one number, which is printed before it starts. The first failure ends the soak,
+with the command that runs that round again.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 SEEDED = (
     "tests/linearizability",
+    "tests/durability",
     "tests/core",
     "tests/simulation/test_simulation.py",
     "tests/conformance/test_machine.py",
@@ -36,6 +38,10 @@ KILLING_S = 60
 """How long the workers of an example are killed, one by one."""
 
 
+KILLS = 100
+"""How often a server with a data directory is killed in each test of it."""
+
+
 SCHEDULES = 1000
 """How many schedules each simulation of a store in etcd has."""
 
@@ -44,6 +50,7 @@ def replay(seed: int, histories: int, tests: list[str]) -> tuple[dict[str, str],
     """Return the variables and the command of the round with this first seed."""
     variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories), "KILLING_S": str(KILLING_S)}
     variables["SEEDS"] = str(SCHEDULES)
+    variables["KILLS"], variables["KILLED_HISTORIES"] = str(KILLS), str(histories)
     return variables, [sys.executable, "-m", "pytest", "-x", "-q", f"--hypothesis-seed={seed}", *tests]
 
 

@@ -1,0 +1,51 @@
+"""Random concurrent histories of real processes, whose server is killed in each of them, are all linearizable.
+
+Every operation must come back: the server has a data directory, so a kill is only a pause. `make soak` runs more
+histories; KILLED_HISTORIES says how many.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+from tests.linearizability.checker import FOREVER, Operation, check
+from tests.linearizability.test_histories import Crew
+
+from .durable import FIRST_SEED, DurableServer, durable_server
+
+HISTORIES = int(os.environ.get("KILLED_HISTORIES", "40"))
+OPERATIONS = 25
+
+
+class KilledCrew(Crew):
+    """Workers that talk to the server directly, which is killed while they work."""
+
+    def __init__(self, server: DurableServer, stack: ExitStack) -> None:
+        super().__init__(server.port, stack, operations=OPERATIONS)
+        self._server = server
+
+    def _cut(self, chance: random.Random, done: threading.Event) -> None:
+        """Kill the server at a random moment of the history; sometimes cut a connection, too, right before."""
+        done.wait(chance.choice((0.0, 0.003, chance.uniform(0.0, 0.04))))
+        if chance.random() < 0.3:
+            super()._cut_one(chance)
+        self._server.restart()
+
+
+@pytest.mark.timeout(0)
+def test_histories_of_a_server_that_is_killed_are_linearizable(tmp_path: Path) -> None:
+    with ExitStack() as stack:
+        server = stack.enter_context(durable_server(tmp_path / "data"))
+        crew = KilledCrew(server, stack)
+        for seed in range(FIRST_SEED, FIRST_SEED + HISTORIES):
+            history: list[Operation] = crew.history(seed, seed)
+            bad = check(history)
+            assert bad is None, f"seed {seed}:\n" + "\n".join(map(str, bad))
+            lost = [str(operation) for operation in history if operation.returned == FOREVER]
+            assert not lost, f"seed {seed}: no answer to\n" + "\n".join(lost)
+        assert server.kills == HISTORIES

@@ -1,0 +1,226 @@
+"""What every feature promises over the death of its server: nothing lost, nothing doubled, and whoever waits goes on.
+
+Each test works while a server with a data directory is killed KILLS times; 5 here, 100 in `make soak`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import rallypoint
+
+from .durable import AMPLE_S, KILLS, DurableServer, durable_server, killed_again_and_again
+
+CLIENTS = 4
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[DurableServer]:
+    with durable_server(tmp_path / "data") as server:
+        yield server
+
+
+def meanwhile(server: DurableServer, work: Callable[[rallypoint.Store, int, threading.Event], object]) -> list[object]:
+    """Let each client work, in a thread with a store of its own, until the killing is over; return what they return."""
+    with ThreadPoolExecutor(CLIENTS) as pool, killed_again_and_again(server) as over:
+        stores = [rallypoint.connect(server.url, timeout=AMPLE_S) for _ in range(CLIENTS)]
+        futures = [pool.submit(work, store, place, over) for place, store in enumerate(stores)]
+        results = [future.result(AMPLE_S + 5 * KILLS) for future in futures]
+    assert server.kills == KILLS
+    return results
+
+
+def test_every_addition_counts_once(server: DurableServer) -> None:
+    def add(store: rallypoint.Store, place: int, over: threading.Event) -> int:
+        return next(count for count in itertools.count(1) if store.add("count", 1) and over.is_set())
+
+    done = meanwhile(server, add)
+    with rallypoint.connect(server.url) as store:
+        assert store.get("count") == b"%d" % sum(done)  # type: ignore[arg-type]
+
+
+def test_every_append_is_there_once_and_in_its_callers_order(server: DurableServer) -> None:
+    def append(store: rallypoint.Store, place: int, over: threading.Event) -> list[str]:
+        words = []
+        while not over.is_set():
+            words.append(f"{place}-{len(words)}")
+            store.append("words", words[-1] + " ")
+        return words
+
+    done: list[list[str]] = meanwhile(server, append)  # type: ignore[assignment]
+    with rallypoint.connect(server.url) as store:
+        words = store.get("words").decode().split()
+    assert sorted(words) == sorted(itertools.chain(*done))
+    for place, theirs in enumerate(done):
+        assert [word for word in words if word.startswith(f"{place}-")] == theirs
+
+
+def test_every_item_is_taken_once(server: DurableServer) -> None:
+    def work(store: rallypoint.Store, place: int, over: threading.Event) -> tuple[int, list[bytes]]:
+        taken: list[bytes] = []
+        if place % 2:
+            while (item := store.queue_pop("items", timeout=AMPLE_S)) != b"end":
+                taken.append(item)
+            return 0, taken
+        for number in itertools.count():
+            if over.is_set():
+                store.queue_push("items", "end")
+                return number, taken
+            store.queue_push("items", f"{place}-{number}")
+        raise AssertionError
+
+    done: list[tuple[int, list[bytes]]] = meanwhile(server, work)  # type: ignore[assignment]
+    taken = list(itertools.chain(*(items for _, items in done)))
+    pushed = [b"%d-%d" % (place, number) for place, (count, _) in enumerate(done) for number in range(count)]
+    with rallypoint.connect(server.url) as store:
+        left = [store.queue_pop("items") for _ in range(store.queue_len("items"))]
+    assert sorted(taken + [item for item in left if item != b"end"]) == sorted(pushed)
+
+
+def test_a_lock_has_one_holder_and_its_fence_grows(server: DurableServer) -> None:
+    def work(store: rallypoint.Store, place: int, over: threading.Event) -> list[int]:
+        fences = []
+        while not over.is_set():
+            with rallypoint.Lock(store, "turn") as held:
+                before = int(store.get("total")) if store.check(["total"]) else 0
+                store.set("total", str(before + 1))  # two holders at once would lose one of these
+                fences.append(held.fence)
+        return fences
+
+    done: list[list[int]] = meanwhile(server, work)  # type: ignore[assignment]
+    fences = list(itertools.chain(*done))
+    with rallypoint.connect(server.url) as store:
+        assert store.get("total") == b"%d" % len(fences)
+    assert len(set(fences)) == len(fences)
+    assert all(mine == sorted(mine) for mine in done)
+
+
+def test_exchanges_and_barriers_go_on(server: DurableServer) -> None:
+    def work(store: rallypoint.Store, place: int, over: threading.Event) -> int:
+        exchange = rallypoint.Exchange(store, "step", CLIENTS)
+        barrier = rallypoint.Barrier(store, "end of step", CLIENTS)
+        for step in itertools.count():
+            told = exchange.all_gather(place, b"%d %d %d" % (step, place, over.is_set()), timeout=AMPLE_S)
+            words = [gift.split() for gift in told]
+            assert [(int(theirs), int(rank)) for theirs, rank, _ in words] == [(step, rank) for rank in range(CLIENTS)]
+            barrier.wait(place, timeout=AMPLE_S)
+            if all(ended == b"1" for _, _, ended in words):
+                return step
+        raise AssertionError
+
+    steps = meanwhile(server, work)
+    assert len(set(steps)) == 1
+
+
+def test_a_watch_has_no_gap_and_a_lease_is_kept(server: DurableServer) -> None:
+    def work(store: rallypoint.Store, place: int, over: threading.Event) -> list[int]:
+        seen: list[int] = []
+        if place == 0:
+            with store.watch("tick/") as changes:
+                store.set("watching", "")
+                while not seen or seen[-1] >= 0:
+                    value = changes.next(timeout=AMPLE_S).value
+                    seen.append(int(value or b"-2"))
+        elif place == 1:
+            store.get("watching")
+            for number in itertools.count():
+                last = over.is_set()
+                store.set("tick/now", str(-1 if last else number))
+                if last:
+                    break
+        elif place == 2:
+            store.lease("alive", "yes", heartbeat=2)
+            store.set("leased", "")
+            store.get("done", timeout=AMPLE_S)
+        else:
+            store.get("leased")
+            with store.watch("alive") as changes:
+                over.wait(AMPLE_S + 5 * KILLS)
+                assert store.get("alive", timeout=0) == b"yes"
+                with pytest.raises(rallypoint.StoreTimeout):
+                    changes.next(timeout=0)  # it was never gone
+            store.set("done", "")
+        return seen
+
+    seen: list[int] = meanwhile(server, work)[0]  # type: ignore[assignment]
+    assert seen == [*range(len(seen) - 1), -1]
+
+
+def test_rounds_are_formed_and_left(server: DurableServer) -> None:
+    def work(store: rallypoint.Store, place: int, over: threading.Event) -> list[tuple[int, int]]:
+        node = rallypoint.Rendezvous(store, "run", min_nodes=CLIENTS, max_nodes=CLIENTS, node=f"node-{place}")
+        rounds = []
+        while True:
+            now = node.join(timeout=AMPLE_S)
+            rounds.append((now.number, now.rank))
+            # Rank 0 says whether this round is the last, so that all agree.
+            if now.rank == 0:
+                store.set(f"last/{now.number}", "1" if over.is_set() else "")
+            if store.get(f"last/{now.number}", timeout=AMPLE_S):
+                return rounds
+            if now.rank == 0:
+                node.leave()
+
+    done: list[list[tuple[int, int]]] = meanwhile(server, work)  # type: ignore[assignment]
+    for rounds in zip(*done, strict=True):
+        assert len({number for number, _ in rounds}) == 1
+        assert sorted(rank for _, rank in rounds) == list(range(CLIENTS))
+
+
+JOB = """
+import sys, rallypoint
+worker = rallypoint.worker()
+steps = int(sys.argv[1])
+for step in range(steps):
+    worker.store.add("steps", 1)
+    worker.store.get(f"go/{step}") if worker.rank else worker.store.set(f"go/{step}", "")
+    rallypoint.Barrier(worker.store, "step", worker.world_size).wait(worker.rank)
+    print(f"rank {worker.rank} step {step} restarts {worker.restarts}", flush=True)
+    if worker.rank == 0 and step == 0:
+        print("begun", flush=True)
+    if step == steps - 1:
+        print("total", worker.store.add("steps", 0), flush=True)
+"""
+
+
+def test_a_job_goes_on_without_a_restart(server: DurableServer, tmp_path: Path) -> None:
+    script, steps = tmp_path / "job.py", 300 + 200 * KILLS
+    script.write_text(JOB)
+    command = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", "--max-restarts", "0"]
+    job = subprocess.Popen(
+        [*command, "--store", server.url, str(script), str(steps)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    lines: list[str] = []
+    try:
+        assert job.stdout is not None
+        for line in job.stdout:
+            lines.append(line)
+            if line.strip().endswith("begun"):
+                break
+        reader = threading.Thread(target=lambda: lines.extend(job.stdout))  # type: ignore[arg-type]
+        reader.start()
+        with killed_again_and_again(server):
+            pass
+        assert job.wait(AMPLE_S + 5 * KILLS) == 0, "".join(lines)[-3000:]
+        reader.join(AMPLE_S)
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+    totals = {line.split()[-1] for line in lines if "total" in line}
+    assert totals == {str(2 * steps)}, "".join(lines)[-3000:]
+    assert not any("restarts 1" in line for line in lines)
