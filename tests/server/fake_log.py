@@ -71,7 +71,11 @@ class FakeLog:
         self.urgent += [records] if urgent else []
         self._under_way = records, done
         if not self.stalled:
-            self.end(None if urgent and self.reserve else self.error)
+            error = None if urgent and self.reserve else self.error
+            asyncio.get_running_loop().call_soon(self._end_unless_over, self._under_way, error)
+
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Commits end on the loop anyway."""
 
     def end(self, error: BaseException | None = None) -> None:
         """End the commit that is under way."""
@@ -80,6 +84,10 @@ class FakeLog:
         if error is None:
             self.records += records
         done(error)
+
+    def _end_unless_over(self, commit: object, error: BaseException | None) -> None:
+        if self._under_way is commit:
+            self.end(error)
 
     async def flow(self) -> None:
         """End all commits, now and from now on, and let what they bring happen."""

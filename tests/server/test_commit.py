@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
 from itertools import pairwise
 from typing import Any
@@ -384,5 +385,7 @@ def test_a_commit_that_ends_after_the_loop_is_nobodys_business() -> None:
         return queue
 
     queue = asyncio.run(main())
-    log.end()
+    thread = threading.Thread(target=log.end)
+    thread.start()
+    thread.join(AMPLE_S)
     assert not queue.idle

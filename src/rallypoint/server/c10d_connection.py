@@ -23,6 +23,7 @@ from rallypoint.server.native_connection import MAX_QUEUED_BYTES, QUEUED_BYTES, 
 from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices
 
 if TYPE_CHECKING:
+    from rallypoint.server.commit import CommitQueue
     from rallypoint.server.connection import Connection
     from rallypoint.server.server import StoreServer
 
@@ -164,10 +165,12 @@ class C10dConnection:
         if op.__class__ in _HOLDING:
             self._numbers += 1
             op.number = self._numbers
-        if self._server.log is not None and (self._pending or self.visitor.changes(op)):
-            self._submit(op, size)
-            return b""
-        visitor = self.visitor
+        visitor, log = self.visitor, self._server.log
+        if log is not None:
+            changes = visitor.changes(op)
+            if changes or self._pending:
+                self._submit(log, op, size, changes)
+                return b""
         if isinstance(op, ops.Await) and visitor.waiter is None and visitor.turn is None and self._engine.holds(op.key):
             return WAITED
         return self._run(op)
@@ -218,22 +221,22 @@ class C10dConnection:
         else:
             self._connection.send(data)
 
-    def _submit(self, op: ops.Op, size: int) -> None:
+    def _submit(self, log: CommitQueue, op: ops.Op, size: int, changes: bool) -> None:
         """Have a request run once it is in the log, or once what came before it is."""
-        awaits = op.__class__ in _HOLDING
+        kind, visitor = op.__class__, self.visitor
+        awaits = kind in _HOLDING
         # What waits in line may have its turn by then, which any request ends.
-        logged = bool(self._awaits) or awaits or self.visitor.holds or self.visitor.changes(op)
-        size += QUEUED_BYTES
-        if op.__class__ is ops.List:
+        if changes or awaits or self._awaits or visitor.holds:
+            record = entries.encode(entries.Visit(visitor.serial, visitor.namespace, cast(Any, op)))
+        else:
+            record = None
+        if kind is ops.List:
             self._listing = True
             self._connection.stall()
+        size += QUEUED_BYTES
         self._pending += 1
         self._awaits += awaits
         self._queued += size
-        visitor = self.visitor
-        record = entries.encode(entries.Visit(visitor.serial, visitor.namespace, cast(Any, op))) if logged else None
-        log = self._server.log
-        assert log is not None
         log.submit(record, self, op, size)
         if self._queued > MAX_QUEUED_BYTES:
             self._connection.stall()
@@ -266,5 +269,5 @@ class C10dConnection:
         self._queued -= size
         if self._queued <= MAX_QUEUED_BYTES // 2 and self._held is None and not self._listing:
             self._connection.read_on()
-        if self._queued == 0:
+        if not self._queued:
             self._connection.recount()

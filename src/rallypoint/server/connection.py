@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 __all__ = ["Connection", "ProtocolHandler"]
 
 
+COUNTED_BYTES = 4096
+"""What is held for one connection counts from here on: counting a small request costs as much as carrying it out."""
+
 _SPEAKS = {
     "NoneType": "nothing yet",
     "NativeConnection": "rallypoint",
@@ -104,7 +107,7 @@ class Connection(asyncio.Protocol):
             return
         if reply:
             self._transport.write(reply)
-        if handler.held or self._held or len(reply) > 65536:
+        if self._held or handler.held > COUNTED_BYTES or len(reply) > 65536:
             self._settle(handler)
 
     def pause_writing(self) -> None:
@@ -159,7 +162,7 @@ class Connection(asyncio.Protocol):
 
     def recount(self) -> None:
         """Count again what is held for the peer, where that changes without anything having come from it."""
-        if self.handler is not None and not self._transport.is_closing():
+        if (self._held or self.paused) and self.handler is not None and not self._transport.is_closing():
             self._hold(self.handler.held + self._unsent())
 
     def drop(self, why: str) -> None:

@@ -119,6 +119,7 @@ class StoreServer(ServerBase):
             self.state.outputs.clear()
         told_s = self.settings.recovery_s
         self.recovery_s = DEFAULT_RECOVERY_S if told_s is None else told_s
+        self.storage.attach(asyncio.get_running_loop())
         self.log = CommitQueue(self.storage, self._storage_failed, self._flush)
         self._starting = asyncio.get_running_loop().create_future()
         self.submit(start, self._starting.set_result)

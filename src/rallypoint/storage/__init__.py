@@ -7,17 +7,18 @@ bytes here; `rallypoint.core` gives them a meaning.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 __all__ = ["Done", "Storage"]
 
 Done = Callable[[BaseException | None], None]
-"""What a commit calls when it is over: with None, or with the error. Called from another thread."""
+"""What a commit calls when it is over: with None, or with the error. Called in any thread."""
 
 
 class Storage(Protocol):
-    """A log with snapshots. First `recover`, then `commit` at will, at last `save` and `close`."""
+    """A log with snapshots. First `recover`, then `attach`, then `commit` at will, at last `save` and `close`."""
 
     def recover(self) -> tuple[Iterator[bytes] | None, Iterator[bytes]]:
         """Return the chunks of the newest snapshot (None: there is none), and the records committed after it.
@@ -25,12 +26,15 @@ class Storage(Protocol):
         Both are read while they are iterated over, in this order, and to their ends. Raises StorageDamaged meanwhile.
         """
 
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on commits are made on this event loop, and it may be used to learn of their ends."""
+
     def commit(self, records: Sequence[bytes], done: Done, urgent: bool = False) -> None:
-        """Make a batch durable, then call `done` from another thread; return at once. What is urgent may use a reserve.
+        """Make a batch durable, then call `done`, in any thread; return before. What is urgent may use a reserve.
 
         DiskFull: nothing of the batch was kept, and a later commit may succeed. StorageFailed: the state of the disk
-        is unknown, and every later commit fails in the same way; the server has to end. The caller keeps one commit
-        under way at a time; more would wait in line.
+        is unknown, and every later commit fails in the same way; the server has to end. The next commit is made
+        after `done` was called.
         """
 
     def compact_if_due(self) -> bool:

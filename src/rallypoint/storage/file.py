@@ -3,7 +3,8 @@
     directory.py         names and the lock: one process writes
     segment.py           the bytes of a file, what a crash may leave behind, and what is damage; pure
     segment_writer.py    the last segment: a batch is one frame and one sync
-    log_writer.py        the thread that writes, and begins new segments
+    log_writer.py        who writes and syncs a batch, the event loop and the kernel or a thread; new segments
+    kernel_sync.py       syncs that no thread waits for
     snapshot.py          a snapshot in its file
     recovery.py          which files to read, and reading them
     compaction.py        a child process that folds snapshot and closed segments into a new snapshot
@@ -17,6 +18,7 @@ at least twice.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import time
@@ -99,8 +101,12 @@ class FileStorage:
         self._recovering = True
         return None if self._plan.snapshot is None else self._read_snapshot(self._plan.snapshot), self._read_log()
 
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Learn of syncs by an event loop from now on, where the kernel offers that. After recovery, and once."""
+        self._recovered().attach(loop)
+
     def commit(self, records: Sequence[bytes], done: Done, urgent: bool = False) -> None:
-        """Write the batch as one frame, sync it, and call `done` from the writer thread; return at once.
+        """Write the batch as one frame, sync it, and call `done`, in any thread; return at once. One at a time.
 
         `done` receives None, DiskFull (nothing was kept, a later commit may succeed), or StorageFailed (final, and
         the same for every later commit). What is urgent may use the space that is kept in reserve for it. Raises

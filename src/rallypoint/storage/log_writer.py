@@ -1,7 +1,9 @@
-"""The thread that writes the log: it commits batches in the order they come, and begins a new segment when one is full.
+"""What writes the log: it commits one batch at a time, and begins a new segment when one is full.
 
-Jobs go through a SimpleQueue: 15 us there and back, as with a bare lock; a Condition takes 17. Rejected: syncing on the
-server's event loop. It saves those 15 us, and stalls every connection for as long as the disk takes.
+Small batches are written by whoever submits them and synced by the kernel (kernel_sync.py), once an event loop is there
+to learn of it; all that may take long is done in a thread: large batches, reserving space, beginning a segment, and
+every sync where the kernel cannot. Rejected: syncing on the server's event loop, which stalls every connection for as
+long as the disk takes.
 
 A segment that cannot be followed by a new one now, for lack of space or of file descriptors, simply grows: where a
 segment ends matters only to compaction. Every error but a full disk is final, and all later jobs fail with it.
@@ -9,6 +11,7 @@ segment ends matters only to compaction. Every error but a full disk is final, a
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -20,6 +23,7 @@ from rallypoint.errors import DiskFull, StoreClosed
 from rallypoint.storage import Done
 from rallypoint.storage.directory import segment_path
 from rallypoint.storage.errors import StorageFailed
+from rallypoint.storage.kernel_sync import KernelSync
 from rallypoint.storage.segment_writer import NO_ROOM, SegmentWriter
 
 __all__ = ["LogWriter"]
@@ -46,16 +50,37 @@ class LogWriter:
         self._segment = segment
         self._closed_bytes = dict(closed)
         self._is_closed = False
+        self._busy = False
         self._warned = False
+        self._kernel: KernelSync | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._syncing: tuple[int, Done] | None = None  # what the kernel syncs: its size, and what to call then
         self._jobs: SimpleQueue[tuple[Sequence[bytes] | None, Done, bool] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rallypoint log", daemon=True)
         self._thread.start()
 
+    def attach(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Let the kernel sync small batches from now on, where it can; `submit` and `done` are then this loop's."""
+        try:
+            self._kernel = KernelSync()
+        except OSError as error:
+            _log.info("the kernel cannot sync by itself here, so a thread does: %s", error)
+        else:
+            self._loop = loop
+            loop.add_reader(self._kernel.fileno(), self._finish_sync)
+
     def submit(self, records: Sequence[bytes] | None, done: Done, urgent: bool = False) -> None:
-        """Have a batch committed, or with None a new segment begun, and then `done` called. Raises StoreClosed."""
+        """Have a batch committed, or with None a new segment begun, and then `done` called; one at a time.
+
+        Raises StoreClosed.
+        """
         with self._mutex:
             if self._is_closed:
                 raise StoreClosed(store=f"storage {self._directory}")
+            if self._busy:
+                raise RuntimeError("a commit is under way; the next one has to wait for its end")
+            self._busy = True
+        if records is None or not self._start_sync(records, done):
             self._jobs.put((records, done, urgent))
 
     def closed(self) -> tuple[int, int]:
@@ -85,9 +110,60 @@ class LogWriter:
             if self._is_closed:
                 return
             self._is_closed = True
-            self._jobs.put(None)
+        self._close_kernel()
+        self._jobs.put(None)
         if self._thread is not threading.current_thread():
             self._thread.join()
+
+    # The kernel
+
+    def _start_sync(self, records: Sequence[bytes], done: Done) -> bool:
+        """Write a small batch, and have the kernel sync it; False: this is for the thread."""
+        segment = self._segment
+        if self._kernel is None or self.failure is not None or segment.end >= self._segment_bytes:
+            return False
+        try:
+            size = segment.try_write(records, self.sequence + 1)
+        except OSError:
+            return False  # it meets the thread, too, and there it is reported
+        if size:
+            try:
+                self._kernel.start(segment.fileno())
+            except OSError as error:
+                _log.info("the kernel cannot sync this log by itself, so a thread does: %s", error)
+                self._close_kernel()
+                return False
+            self._syncing = size, done
+        return size > 0
+
+    def _finish_sync(self, *, wait: bool = False) -> None:
+        number = None if self._kernel is None else self._kernel.finish(wait=wait)
+        if number is None or self._syncing is None:
+            return
+        (size, done), self._syncing = self._syncing, None
+        if number:
+            self.failure = self._segment.failed(number)
+        else:
+            self._segment.end += size
+            self.sequence += 1
+            self.commits += 1
+        self._report(done, self.failure)
+
+    def _close_kernel(self) -> None:
+        if self._kernel is not None and self._loop is not None:
+            if self._syncing is not None:
+                self._finish_sync(wait=True)
+            if not self._loop.is_closed():
+                self._loop.remove_reader(self._kernel.fileno())
+            self._kernel.close()
+            self._kernel = None
+
+    def _report(self, done: Done, error: Exception | None) -> None:
+        self._busy = False
+        try:
+            done(error)
+        except Exception:
+            _log.exception("the callback of a commit raised an error")
 
     # The thread
 
@@ -100,11 +176,7 @@ class LogWriter:
         if job is None:
             return False
         records, done, urgent = job
-        error = self.failure or self._attempt(records, urgent)
-        try:
-            done(error)
-        except Exception:
-            _log.exception("the callback of a commit raised an error")
+        self._report(done, self.failure or self._attempt(records, urgent))
         return True
 
     def _attempt(self, records: Sequence[bytes] | None, urgent: bool) -> Exception | None:

@@ -145,8 +145,10 @@ def _size(length: int) -> int:
 
 def _pieces(records: Sequence[bytes], size: int) -> Iterator[bytes]:
     """Yield the frame without its header: the payload, with MORE before each further sector, then the padding."""
-    if size == SECTOR_BYTES:  # the usual commit
-        yield b"".join(_payload(records)).ljust(_FIRST_BYTES, b"\0")
+    if size <= _PIECE_SECTORS * SECTOR_BYTES:  # nearly every commit: all in one piece
+        payload = b"".join(_payload(records))
+        sectors = [payload[at : at + _MORE_BYTES] for at in range(_FIRST_BYTES, len(payload), _MORE_BYTES)]
+        yield MORE.join((payload[:_FIRST_BYTES], *sectors)).ljust(size - _HEADER_BYTES, b"\0")
         return
     left = size - _HEADER_BYTES
     limit = _FIRST_BYTES + (_PIECE_SECTORS - 1) * _MORE_BYTES
@@ -161,10 +163,8 @@ def _pieces(records: Sequence[bytes], size: int) -> Iterator[bytes]:
         yield piece
 
 
-def _payload(records: Sequence[bytes]) -> Iterator[bytes]:
-    for record in records:
-        yield _LENGTH.pack(len(record))
-        yield record
+def _payload(records: Sequence[bytes]) -> list[bytes]:
+    return [part for record in records for part in (_LENGTH.pack(len(record)), record)]
 
 
 def _blocks(parts: Iterable[bytes], first: int, size: int) -> Iterator[bytes]:

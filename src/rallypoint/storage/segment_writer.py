@@ -32,6 +32,9 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 SPARE_BYTES = 64 * 1024
 """How much is kept in reserve for what is urgent: room for a hundred commits or more."""
 
+SMALL_BYTES = 64 * 1024
+"""How large a batch may be that is written on the event loop: some tens of microseconds."""
+
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
@@ -70,8 +73,7 @@ class SegmentWriter:
         except OSError as error:
             raise self._full_or_failed(error) from error
         try:
-            for offset, piece in encode(records, sequence):
-                write_at(self._fd, piece, self.end + offset)
+            self._write(records, sequence)
         except OSError as error:
             if error.errno in NO_ROOM:
                 self._cut_back()
@@ -83,6 +85,26 @@ class SegmentWriter:
             raise self._failed(error) from error
         self.sync_s = time.perf_counter() - began_at
         self.end += size
+
+    def try_write(self, records: Sequence[bytes], sequence: int) -> int:
+        """Write a small batch into space that is reserved, and return its size; 0 where there is no such space.
+
+        It counts once the caller has synced it and added its size to `end`. An OSError leaves the segment as it was:
+        a later write to the same place replaces it.
+        """
+        size = frame_bytes(records)
+        if size > SMALL_BYTES or self.end + size + self._spare_bytes > self._reserved:
+            return 0
+        self._write(records, sequence)
+        return size
+
+    def fileno(self) -> int:
+        """Return the descriptor of the file."""
+        return self._fd
+
+    def _write(self, records: Sequence[bytes], sequence: int) -> None:
+        for offset, piece in encode(records, sequence):
+            write_at(self._fd, piece, self.end + offset)
 
     def follow(self, sequence: int) -> SegmentWriter:
         """Close this segment and return the next one, whose name is durable then.
@@ -145,7 +167,11 @@ class SegmentWriter:
         return DiskFull(path=self._path, why=os.strerror(error.errno), number=error.errno)
 
     def _failed(self, error: OSError) -> StorageFailed:
-        return StorageFailed(path=self._path, why=os.strerror(error.errno or 0), number=error.errno or 0)
+        return self.failed(error.errno or 0)
+
+    def failed(self, number: int) -> StorageFailed:
+        """Return the error of a sync or a write that failed with this error number."""
+        return StorageFailed(path=self._path, why=os.strerror(number), number=number)
 
 
 def sync_data(fd: int) -> None:
