@@ -39,7 +39,7 @@ from rallypoint.store import outage
 from rallypoint.store.base import Change
 from rallypoint.store.dial import answers
 from rallypoint.store.outage import Outage, Patience, ServerDown
-from rallypoint.store.route import NO_GATEWAY, Route, Search
+from rallypoint.store.route import NO_GATEWAY, Cuts, Route, Search
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
 
@@ -148,7 +148,7 @@ class _Session:
 
         self._noticing: asyncio.TimerHandle | None = None
         self._heard = False
-        self._away_s, self._cuts = 0.0, 0
+        self._away_s, self._cuts = 0.0, Cuts(route)
         self.over: RallypointError | None = None
 
     async def open(self, deadline: Deadline) -> None:
@@ -212,7 +212,7 @@ class _Session:
         if self._welcome is not None and not self._welcome.done():
             self._welcome.set_result(reply)
         elif self._core.expects(reply):
-            self._cuts = 0
+            self._cuts.in_a_row = 0
             future = self._waiting.get(reply.number)
             if future is None:
                 self._core.settle(reply)
@@ -229,9 +229,6 @@ class _Session:
             self._welcome.set_exception(ConnectionError("the server closed it"))
         if link is self._link and self.over is None:
             self._transport = self._link = None
-            self._cuts += 1
-            if self._cuts > 1:  # it answers there, and hangs up
-                self._route.leave()
             self.outage = Outage(self.peer, self._away_s, self._core.number)
             self._notice()
             self._mending = asyncio.ensure_future(self._mend(self.outage.deadline))
@@ -253,6 +250,7 @@ class _Session:
 
     async def _mend(self, deadline: Deadline) -> None:
         try:
+            await asyncio.sleep(self._cuts.count(self._core.recovers))
             await self.open(deadline)
         except ConnectFailed as error:
             self.end(SessionLost(peer=self.peer, why=f"cut for {self._away_s:g} s; {error}"))

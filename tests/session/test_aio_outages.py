@@ -17,7 +17,7 @@ from rallypoint import aio
 from rallypoint.aio import AsyncStore
 from rallypoint.core import ops
 from rallypoint.deadline import Deadline
-from rallypoint.store import outage
+from rallypoint.store import outage, route
 
 __all__ = ["told"]
 
@@ -200,6 +200,34 @@ def test_a_wait_is_said_again_with_the_time_that_is_left(told: Told) -> None:
         assert again.number == first.number and again.timeout_s <= first.timeout_s - outage.DOWN_S
 
     with RecoveringServer(0.1, DEADLINE_S) as server:
+        run(main(server))
+
+
+@pytest.mark.parametrize("recovery_s", [DEADLINE_S, 0.0])
+def test_a_crash_loop_is_outlasted_where_the_server_recovers(
+    recovery_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "IN_A_ROW_S", DEADLINE_S)
+
+    async def main(server: RecoveringServer) -> None:
+        async with await aio.connect(server.url, timeout=DEADLINE_S) as store:
+            waiting = asyncio.ensure_future(store.get("late"))
+            await until(lambda: server.count(ops.Get) == 1, "it waits")
+            for again in range(2, 2 * route.MENDS):
+                server.kill()
+                server.start()
+                await until(
+                    lambda again=again: waiting.done() or server.count(ops.Get) == again,  # type: ignore[misc]
+                    "it is said again",
+                )
+            if recovery_s:
+                await store.set("late", "v")
+                assert await waiting == b"v"
+            else:
+                with pytest.raises(rallypoint.ConnectionLost, match=f"cut {route.MENDS} times in a row"):
+                    await waiting
+
+    with RecoveringServer(DEADLINE_S, recovery_s) as server:
         run(main(server))
 
 

@@ -11,7 +11,7 @@ import rallypoint
 from rallypoint.core.ops import Beat
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import frame
-from rallypoint.store import keeper, wire
+from rallypoint.store import keeper, route
 
 DEADLINE_S = 60
 
@@ -76,7 +76,7 @@ def test_a_heart_beats_while_another_connection_is_mended(monkeypatch: pytest.Mo
 def test_an_idle_holder_keeps_its_lease_over_any_number_of_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each cut comes after the last was mended, so they are not in a row, though no answer came in between."""
     monkeypatch.setattr(keeper, "KEEP_S", 0.05)
-    monkeypatch.setattr(wire, "IN_A_ROW_S", 0.05, raising=False)
+    monkeypatch.setattr(route, "IN_A_ROW_S", 0.05)
     with (
         rallypoint.Server(grace=DEADLINE_S) as server,
         Cutter(server.port) as cutter,
@@ -84,7 +84,7 @@ def test_an_idle_holder_keeps_its_lease_over_any_number_of_cuts(monkeypatch: pyt
         rallypoint.connect(server.url, timeout=DEADLINE_S) as store,
     ):
         idle.lease("mine", "v")
-        for _ in range(wire.MENDS + 3):
+        for _ in range(route.MENDS + 3):
             cut_and_mended(cutter, idle)
         assert store.get("mine") == b"v"
         assert idle.add("n", 1) == 1

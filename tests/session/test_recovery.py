@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import pairwise
 
 import pytest
@@ -16,7 +16,7 @@ from rallypoint import Lock, Store
 from rallypoint.core import ops
 from rallypoint.core.machine import Disconnected
 from rallypoint.recipes import hosting
-from rallypoint.store import outage
+from rallypoint.store import outage, route
 
 __all__ = ["told"]
 
@@ -118,6 +118,36 @@ def test_a_server_that_is_back_without_the_session_says_so_at_once(
         waiting.result(DEADLINE_S)
     with pytest.raises(error):
         store.set("k", "v")
+
+
+def cut_in_a_row(server: RecoveringServer, waiting: Future[bytes], times: int) -> None:
+    """Kill the server as soon as it has the request again, so many times, or until the client gives up."""
+    for again in range(2, times + 2):
+        server.kill()
+        server.start()
+        until(lambda again=again: waiting.done() or server.count(ops.Get) == again, "it waits again")  # type: ignore[misc]
+
+
+def test_a_crash_loop_is_outlasted(
+    server: RecoveringServer, store: Store, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(route, "IN_A_ROW_S", DEADLINE_S)
+    waiting = pool.submit(store.get, "late")
+    until(lambda: server.count(ops.Get) == 1, "it waits")
+    cut_in_a_row(server, waiting, 2 * route.MENDS)
+    with rallypoint.connect(server.url, timeout=DEADLINE_S) as other:
+        other.set("late", "v")
+    assert waiting.result(DEADLINE_S) == b"v"
+
+
+def test_a_server_that_does_not_recover_is_given_up(pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(route, "IN_A_ROW_S", DEADLINE_S)
+    with RecoveringServer(DEADLINE_S, 0.0) as server, rallypoint.connect(server.url, timeout=DEADLINE_S) as store:
+        waiting = pool.submit(store.get, "late")
+        until(lambda: server.count(ops.Get) == 1, "it waits")
+        cut_in_a_row(server, waiting, route.MENDS + 1)
+        with pytest.raises(rallypoint.ConnectionLost, match=f"cut {route.MENDS} times in a row"):
+            waiting.result(DEADLINE_S)
 
 
 # What is said again

@@ -5,9 +5,10 @@ from __future__ import annotations
 import pytest
 
 from rallypoint.deadline import Deadline
-from rallypoint.errors import ConnectFailed
+from rallypoint.errors import ConnectFailed, ConnectionLost
 from rallypoint.net import Endpoint, Endpoints
-from rallypoint.store.route import GROWTH, LEAST_S, PATIENCE_S, PAUSE_S, Route, Search
+from rallypoint.server.server import RETURN_S
+from rallypoint.store.route import GROWTH, LEAST_S, MENDS, PATIENCE_S, PAUSE_S, RESUMING_S, Cuts, Route, Search
 
 A, B, C = (Endpoint(name, 1) for name in "abc")
 
@@ -88,12 +89,42 @@ def test_pauses_grow_from_a_moment_to_a_second_and_no_two_clients_keep_step() ->
     assert len(set(returns)) == len(returns)
 
 
+def test_cuts_in_a_row_are_mended_after_longer_and_longer_pauses() -> None:
+    cuts = Cuts(route(A))
+    pauses_s = [cuts.count(recovers=True) for _ in range(3000)]
+    assert pauses_s[0] == 0.0
+    for pause_s, most_s in zip(pauses_s[1:40], (PAUSE_S[0] * GROWTH**n for n in range(39)), strict=True):
+        assert min(most_s, PAUSE_S[1]) / 2 <= pause_s <= min(most_s, PAUSE_S[1])
+    assert pauses_s[-1] >= PAUSE_S[1] / 2
+    cuts.in_a_row = 0
+    assert cuts.count(recovers=True) == 0.0, "an answer came"
+    cuts.forgive()
+    assert cuts.count(recovers=True) == 0.0, "it was our own"
+
+
+def test_cuts_in_a_row_leave_one_of_several_and_end_where_none_recovers() -> None:
+    two = route(A, B)
+    cuts = Cuts(two)
+    for _ in range(2):
+        cuts.count(recovers=False)
+    assert two.at == B
+    for _ in range(MENDS - 2):
+        cuts.count(recovers=False)
+    with pytest.raises(ConnectionLost, match=f"cut {MENDS} times in a row"):
+        cuts.count(recovers=False)
+
+
 def test_a_single_address_is_tried_again_where_a_session_is_resumed() -> None:
     search, moments = Search(route(A), Deadline(1e6), resumes=True), []
     for _ in range(5):
         moments += [turn.timeout_s for _, turn in search.round()]
         search.pause_s()
-    assert moments == [2, 4, 8, 10, 10]
+    assert moments == [1, 2, 3, 3, 3]
+
+
+def test_whoever_was_trying_when_the_server_came_back_is_in_time() -> None:
+    """An attempt that nobody answers, then a pause; what is left is for the attempt that is answered."""
+    assert RESUMING_S[1] + PAUSE_S[1] + LEAST_S < RETURN_S
 
 
 def test_no_answer_of_a_stranger_ends_the_search_for_a_session() -> None:

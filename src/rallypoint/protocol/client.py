@@ -109,6 +109,9 @@ class Client:
         self.session = b""
         """The id of the session, which is a secret; empty before there is one."""
 
+        self.recovers = False
+        """Whether the server comes back with its sessions when it is restarted."""
+
         self._frames = Frames(MAX_FRAME_BYTES)
         self.number = 1
         """What the next request will be numbered."""
@@ -142,7 +145,7 @@ class Client:
         if self.server not in (b"", welcome.server):
             raise ServerRestarted(peer=peer, why="its identity is another, and so is what it stores")
         self.server, self.session = welcome.server, welcome.session
-        self.hosts_objects = welcome.hosts_objects
+        self.hosts_objects, self.recovers = welcome.hosts_objects, welcome.recovery_s > 0
         if not welcome.kept_watches:
             self._watch_again()
         return max(welcome.grace_s, welcome.recovery_s)

@@ -29,8 +29,8 @@ class Reconnected(Protocol):
     def take_over(self, connection: object, reader: object) -> bool:
         """Become the reader in its place, or in nobody's; return False where another does, or there is no need."""
 
-    def lose(self) -> Dialer | None:
-        """Give up the old connection, and return what finds another; None where the session has ended."""
+    def lose(self) -> tuple[Dialer, float] | None:
+        """Give up the old connection; return what finds another, after what pause; None where the session has ended."""
 
     def resume(self, contact: Contact) -> bool:
         """Go on with a new connection, and let others read; return False where that is lost, too."""
@@ -64,9 +64,9 @@ def _run(reference: weakref.ref[Reconnected], connection: object, reader: object
         begun.set()
     if lost is None or not ours:
         return
-    closed, dialer = lost.closed, lost.lose()
+    closed, found = lost.closed, lost.lose()
     del lost  # between attempts its owner may let go of it
-    pause_s = None if dialer is None else 0.0
+    dialer, pause_s = found or (None, None)
     while pause_s is not None and dialer is not None and not closed.wait(pause_s):
         pause_s = _attempt(reference, dialer)
 

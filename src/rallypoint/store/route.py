@@ -13,31 +13,39 @@ before. Another program may have the port meanwhile, so then no answer ends the 
 Pauses grow from 10 ms, for a server that comes back does so within a second as a rule, and each is cut by chance: the
 clients of a server that died have all been cut at the same moment, and must not all come back at the same moment.
 
+A server may also resume the session and hang up again and again. Then the pause before each attempt grows (`Cuts`): one
+that recovers may be in a crash loop, and calls wait for as long as they would for its absence; any other is given up.
+
 Rejected: to call all at once. The session would be taken from one gateway by the next, and each takes a write in etcd.
 """
 
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Iterator, Mapping
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
-from rallypoint.errors import ConnectFailed
+from rallypoint.errors import ConnectFailed, ConnectionLost
 
-__all__ = ["NO_GATEWAY", "Route", "Search"]
+__all__ = ["NO_GATEWAY", "Cuts", "Route", "Search"]
 
 PATIENCE_S = (1.0, 30.0)
 """How long one of several addresses may be silent at most: in the first round, and after doubling each round."""
 
-RESUMING_S = (2.0, 10.0)
-"""The same for a single address where a session is resumed: one that was restarted may have thousands to welcome."""
+RESUMING_S = (1.0, 3.0)
+"""The same for a single address where a session is resumed. A server that was restarted waits `RETURN_S` for its
+sessions: an attempt that began before, the pause after it and another attempt must fit into that."""
 
 LEAST_S = 0.1
 """What each of them gets, however little time is left."""
 
 PAUSE_S, GROWTH = (0.01, 1.0), 1.5
 """How long to wait between rounds at most, the first time and in the end; chance takes up to half of it away."""
+
+MENDS, IN_A_ROW_S = 5, 0.5
+"""How many cuts in a row, each so soon after the last and with no answer in between, are taken for bad luck."""
 
 NO_GATEWAY = "a plain PyTorch server, which cannot be one of several"
 """What is said of an address in a list where PyTorch's server answers."""
@@ -86,6 +94,38 @@ class Route:
         return f"{endpoint} (one of {self.endpoints})" if self.several else str(endpoint)
 
 
+class Cuts:
+    """Cuts in a row along a route: each soon after the last was, or could have been, mended; no answer in between."""
+
+    def __init__(self, route: Route) -> None:
+        self._route = route
+        self.in_a_row = 0
+        """To be set to 0 whenever an answer comes."""
+
+        self._mended_at = float("-inf")
+
+    def count(self, recovers: bool) -> float:
+        """Count a cut; return how long to pause before the session is resumed.
+
+        Raises ConnectionLost where that is in vain, unless the server is one that recovers.
+        """
+        now = time.monotonic()
+        self.in_a_row = self.in_a_row + 1 if now < self._mended_at + IN_A_ROW_S else 1
+        pause_s = 0.0
+        if self.in_a_row > 1:
+            self._route.leave()
+            pause_s = _pause_s(self.in_a_row - 2)
+        if self.in_a_row > MENDS and not recovers:
+            why = f"it was cut {MENDS} times in a row, without an answer in between"
+            raise ConnectionLost(peer=str(self._route.endpoints), operation="reconnecting", why=why)
+        self._mended_at = now + pause_s
+        return pause_s
+
+    def forgive(self) -> None:
+        """Do not count the next cut as one of a row: it is our own."""
+        self._mended_at = float("-inf")
+
+
 class Search:
     """One search along a route, until a deadline; for a server to open a session at, or to resume one (`resumes`)."""
 
@@ -96,7 +136,7 @@ class Search:
         self._failed: dict[net.Endpoint, Mapping[str, str]] = {}
         self._useless = 0
         self._patience_s, self._longest_s = PATIENCE_S if route.several else RESUMING_S
-        self._pause_s = PAUSE_S[0]
+        self._rounds = 0
 
     def round(self) -> Iterator[tuple[net.Endpoint, Deadline]]:
         """Yield each address to try, and by when it must have answered; those not tried yet even when time is up."""
@@ -127,7 +167,12 @@ class Search:
         if self._useless == len(self._route.endpoints) or self._deadline.expired():
             tried = {where: why for each in self._failed.values() for where, why in each.items()}
             raise ConnectFailed(peer=str(self._route.endpoints), timeout_s=self._deadline.timeout_s, tried=tried)
-        pause_s = min(self._pause_s * random.uniform(0.5, 1.0), self._deadline.remaining())
-        self._pause_s = min(GROWTH * self._pause_s, PAUSE_S[1])
+        pause_s = min(_pause_s(self._rounds), self._deadline.remaining())
+        self._rounds += 1
         self._patience_s = min(2 * self._patience_s, self._longest_s)
         return pause_s
+
+
+def _pause_s(times: int) -> float:
+    """Return how long to pause after as many pauses."""
+    return min(PAUSE_S[0] * GROWTH ** min(times, 32), PAUSE_S[1]) * random.uniform(0.5, 1.0)

@@ -57,7 +57,7 @@ from rallypoint.store import keeper, lost_sessions, reconnect
 from rallypoint.store.dial import Contact, Dialer, NotOurs, answers, dial
 from rallypoint.store.ear import Ear, poll
 from rallypoint.store.outage import Outage, Patience, ServerDown
-from rallypoint.store.route import Route
+from rallypoint.store.route import Cuts, Route
 from rallypoint.store.slot import Slot
 
 __all__ = ["Wire"]
@@ -67,10 +67,6 @@ GOODBYE_S = 1.0
 
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, however short the store's timeout is."""
-
-MENDS, IN_A_ROW_S = 5, 0.5
-"""How many cuts in a row, each so soon after the last and with no answer in between, are taken for bad luck."""
-
 
 PING_S, PROBE_S = 1.0, 1.0
 """How often one of several servers is asked for a sign of life, which is late when the next is due; and how long a
@@ -134,7 +130,7 @@ class Wire:
         """Set when the session is over."""
 
         self._core = Client(net.caller_name(), self._route.identity, lost_sessions.of(self._peer))
-        self._mended, self._cut_at = 0, float("-inf")
+        self._cuts = Cuts(self._route)
         self._ping, self._pinged_at = 0, time.monotonic()
         self._connect(dial(self._route, self._core, self._lock, Deadline(self._timeout_s)))
         self._forks = _forks
@@ -189,7 +185,7 @@ class Wire:
                 with self._lock:
                     reply = self._core.sole(data, number)
                 if reply is not None:
-                    self._mended = 0
+                    self._cuts.in_a_row = 0
                     return reply
             # More than our answer came, or none yet, or a cut: take the part of one reader among others.
             slot = self._slots[number] = Slot()
@@ -316,7 +312,7 @@ class Wire:
 
     def _cut(self) -> None:
         """Cut the connection, after an interruption; that says nothing of the server, and is not held against it."""
-        self._cut_at = float("-inf")
+        self._cuts.forgive()
         self._ear.socket.close()
 
     def _failed(self, reply: Reply) -> TimedOut:
@@ -631,7 +627,7 @@ class Wire:
     def _deliver(self, reply: Reply) -> None:
         if not self._core.expects(reply):
             return
-        self._mended = 0
+        self._cuts.in_a_row = 0
         if reply.number:
             slot = self._slots.get(reply.number)
             if slot is not None:
@@ -663,23 +659,19 @@ class Wire:
             self._reader = _RECONNECTING
             return True
 
-    def lose(self) -> Dialer | None:
-        """Close the connection; return what finds another, None where the session ends."""
-        cut_at = time.monotonic()
-        self._mended = self._mended + 1 if cut_at < self._cut_at + IN_A_ROW_S else 1
-        self._cut_at = cut_at
-        if self._mended > 1:
-            self._route.leave()
+    def lose(self) -> tuple[Dialer, float] | None:
+        """Close the connection; return what finds another, after what pause; None where the session ends."""
         with contextlib.suppress(OSError):
             self._ear.socket.shutdown(socket.SHUT_RDWR)  # wakes whoever sends there
         with self._sender:
             self._ear.socket.close()
             outage = self._outage = Outage(self._peer, self._away_s, self._core.number)
-        if self._mended > MENDS:
-            why = f"it was cut {MENDS} times in a row, without an answer in between"
-            self.give_up(ConnectionLost(peer=self._peer, operation="reconnecting", why=why))
+        try:
+            pause_s = self._cuts.count(self._core.recovers)
+        except ConnectionLost as error:
+            self.give_up(error)
             return None
-        return Dialer(self._route, self._core, self._lock, outage.deadline)
+        return Dialer(self._route, self._core, self._lock, outage.deadline), pause_s
 
     def met(self, why: str) -> None:
         """Note why an attempt failed."""
