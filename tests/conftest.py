@@ -23,9 +23,11 @@ from functools import cache
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.etcd.fixtures import etcd_cluster, etcd_url
+from tests.storage.small_disk import mounts
 
 from rallypoint.elastic.cgroup import make_cgroup
 from rallypoint.etcd.member import find_binary
+from rallypoint.storage.kernel_sync import KernelSync
 
 __all__ = ["etcd_cluster", "etcd_url"]  # fixtures for tests in every folder
 
@@ -84,12 +86,22 @@ def _makes_cgroups() -> bool:
     return bool(made)
 
 
+def _kernel_syncs() -> bool:
+    try:
+        KernelSync().close()
+    except OSError:
+        return False
+    return True
+
+
 PARTS: dict[str, Callable[[], bool]] = {
     "torch": lambda: _importable("torch"),
     "redis": lambda: shutil.which("redis-server") is not None,
     "netns": _makes_namespaces,
     "etcd": _has_etcd,
     "cgroup": _makes_cgroups,
+    "tmpfs": mounts,
+    "aio": _kernel_syncs,
 }
 """A part, and how to find out whether it is here."""
 

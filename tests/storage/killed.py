@@ -9,6 +9,7 @@ A fork costs little and has no threads: the scenario starts its own.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import shutil
@@ -18,8 +19,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tests.storage import logs
+from tests.storage.kernels import FdatasyncKernel
 from tests.storage.logs import FOLD, commit, opened
 
+from rallypoint.storage import log_writer
 from rallypoint.storage.compaction import Job, compact
 from rallypoint.storage.directory import list_directory, temporary_path
 from rallypoint.storage.segment import SECTOR_BYTES
@@ -67,6 +71,13 @@ def save(directory: Path, killer: Killer) -> None:
     storage.close()
 
 
+def save_attached(directory: Path, killer: Killer) -> None:
+    """Do the same where the kernel syncs small batches."""
+    vars(log_writer)["KernelSync"] = FdatasyncKernel
+    logs.LOOP = asyncio.new_event_loop()
+    save(directory, killer)
+
+
 def fold(directory: Path, killer: Killer) -> None:
     """Do what the child of a compaction does."""
     listing = list_directory(str(directory))
@@ -75,7 +86,7 @@ def fold(directory: Path, killer: Killer) -> None:
     compact(Job(str(directory), snapshot, covers, FOLD, temporary_path(str(directory), covers), os.getppid()))
 
 
-SCENARIOS = {"save": save, "fold": fold}
+SCENARIOS = {"save": save, "save_attached": save_attached, "fold": fold}
 
 
 def main(scenario: str, template: str, count: str, work: str) -> None:
@@ -95,7 +106,7 @@ def main(scenario: str, template: str, count: str, work: str) -> None:
         os.close(writer)
         code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with os.fdopen(reader) as report:
-            print(report.read() or json.dumps(["survived", len(RECORDS) if scenario == "save" else int(count)]))
+            print(report.read() or json.dumps(["survived", int(count) if scenario == "fold" else len(RECORDS)]))
         assert code in (0, -signal.SIGKILL), f"the scenario failed at step {steps}"
 
 

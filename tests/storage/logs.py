@@ -6,10 +6,11 @@ chunk for each record that it covers, so that chunks and records together are al
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import socket
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -21,15 +22,21 @@ FOLD = "tests.storage.logs:fold"
 WAIT_S = 60.0
 """How long a test waits for what must come, before it fails."""
 
+LOOP: asyncio.AbstractEventLoop | None = None
+"""Where storages are attached when they are opened, None: nowhere. It runs in `outcome`."""
+
 
 def opened(directory: Path, **options: Any) -> tuple[FileStorage, list[bytes]]:
     """Open a storage, and return it with all records that it holds; it is closed again if that fails."""
     storage = FileStorage(directory, **{"fold": FOLD, **options})
     try:
-        return storage, recovered(storage)
+        records = recovered(storage)
+        if LOOP is not None and not LOOP.is_closed():
+            storage.attach(LOOP)
     except BaseException:
         storage.close()
         raise
+    return storage, records
 
 
 def recovered(storage: FileStorage) -> list[bytes]:
@@ -53,9 +60,19 @@ def commit(storage: FileStorage, *records: bytes, urgent: bool = False) -> None:
 
 def outcome(storage: FileStorage, *records: bytes, urgent: bool = False) -> BaseException | None:
     """Commit one batch, and return what it failed with, or None."""
+    if LOOP is not None:
+        return LOOP.run_until_complete(_outcome(LOOP, storage, records, urgent))
     done: SimpleQueue[BaseException | None] = SimpleQueue()
     storage.commit(records, done.put, urgent)
     return done.get(timeout=WAIT_S)
+
+
+async def _outcome(
+    loop: asyncio.AbstractEventLoop, storage: FileStorage, records: Sequence[bytes], urgent: bool
+) -> BaseException | None:
+    ended: asyncio.Future[BaseException | None] = loop.create_future()
+    storage.commit(records, lambda error: loop.call_soon_threadsafe(ended.set_result, error) and None, urgent)
+    return await asyncio.wait_for(ended, WAIT_S)
 
 
 def files(directory: Path) -> dict[str, bytes]:
@@ -94,6 +111,11 @@ def scanned(frames: Generator[Frame, None, Tail]) -> tuple[list[list[bytes]], Ta
 
 def fold(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
     return itertools.chain(chunks or (), records)
+
+
+def newest(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
+    """Keep the last record alone, as of a key that is set again and again."""
+    yield [*(chunks or ()), *records][-1]
 
 
 def fail(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:

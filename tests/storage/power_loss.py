@@ -82,6 +82,7 @@ class Disk:
     def rename(self, old: str, new: str) -> None:
         self._real["rename"](old, new)
         self._names[self._name(new)] = self._names.pop(self._name(old))
+        self._fds = {fd: new if path == old else path for fd, path in self._fds.items()}
         self._note(f"rename {new}")
 
     def unlink(self, path: str) -> None:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import errno
 import os
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tests.storage.logs import commit, files, held, names, opened, outcome
+from tests.storage.logs import WAIT_S, commit, files, held, names, opened, outcome
+from tests.storage.small_disk import take_all, tmpfs
 
 from rallypoint.errors import DiskFull
 from rallypoint.storage.file import FileStorage
 from rallypoint.storage.segment_writer import SPARE_BYTES
+
+pytestmark = pytest.mark.usefixtures("both_ways")
 
 KIB = 1 << 10
 DISK_BYTES = 512 * KIB
@@ -33,15 +35,6 @@ class Disk(NamedTuple):
     number: int
 
 
-def mounts() -> bool:
-    """Say whether this process may mount a file system, by doing so where nobody sees it."""
-    command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/tmp"]
-    try:
-        return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
-    except FileNotFoundError:
-        return False
-
-
 def limited(tmp_path: Path) -> Iterator[Disk]:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (DISK_BYTES, hard))
@@ -53,20 +46,17 @@ def limited(tmp_path: Path) -> Iterator[Disk]:
 
 def mounted(tmp_path: Path) -> Iterator[Disk]:
     point = tmp_path / "disk"
-    point.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={2 * DISK_BYTES}", "none", point], check=True)
-    try:
+    with tmpfs(point, 2 * DISK_BYTES):
         ballast = point / "ballast"
         ballast.write_bytes(bytes(DISK_BYTES))
         yield Disk(point / "data", ballast.unlink, errno.ENOSPC)
-    finally:
-        subprocess.run(["umount", "--lazy", point], check=True)
 
 
-DISKS = {"limit": limited, **({"tmpfs": mounted} if mounts() else {})}
+needs_tmpfs = pytest.mark.needs("tmpfs")
+DISKS = {"limit": limited, "tmpfs": mounted}
 
 
-@pytest.fixture(params=DISKS)
+@pytest.fixture(params=["limit", pytest.param("tmpfs", marks=needs_tmpfs)])
 def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
     yield from DISKS[request.param](tmp_path)
 
@@ -162,3 +152,87 @@ def test_a_snapshot_for_which_there_is_no_room(disk: Disk, unsynced: None) -> No
     storage.close()
     assert names(disk.directory, "snapshot")
     assert held(disk.directory) == [*accepted, b"later"]
+
+
+@needs_tmpfs
+def test_a_clean_stop_gives_no_reserve_away(tmp_path: Path) -> None:
+    """However full the disk is: the server that starts next has to note that it does."""
+    point, expected = tmp_path / "disk", []
+    with tmpfs(point, 2 * DISK_BYTES):
+        for stop in range(5):
+            storage, found = opened(point / "data", preallocate_bytes=64 * KIB)
+            assert found == expected
+            while outcome(storage, record := b"%d" % stop * 2 * KIB) is None:
+                expected.append(record)
+            take_all(point)
+            commit(storage, b"started", urgent=True)
+            expected.append(b"started")
+            with pytest.raises(DiskFull):
+                storage.save(expected)
+            storage.close()
+            take_all(point)
+        assert not names(point / "data", "snapshot") and len(names(point / "data", "log")) == 1
+
+
+@needs_tmpfs
+@pytest.mark.parametrize("size", [100, 4 * KIB, 256 * KIB])
+def test_a_log_that_fills_its_disk_is_compacted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsynced: None, size: int
+) -> None:
+    """One key, set again and again for four times the size of the disk: what is refused is not refused for long."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    point, refused = tmp_path / "disk", 0
+    with tmpfs(point, 8 << 20):
+        storage, _ = opened(point / "data", fold="tests.storage.logs:newest")
+        for index in range((32 << 20) // max(size, 1500)):
+            record = b"%d " % index * (size // len(b"%d " % index))
+            batch = [record, b"and more"] if size < KIB else [record]
+            if isinstance(outcome(storage, *batch), DiskFull):
+                refused += 1
+                assert storage.compact_if_due(), "a server asks once a second"
+                assert storage.wait_compaction(WAIT_S)
+                commit(storage, *batch)
+        assert 2 < refused < 20 and storage.statistics()["failed_compactions"] == 0
+        last = batch[-1]
+        storage.close()
+        assert held(point / "data")[-1] == last
+
+
+@needs_tmpfs
+def test_a_log_is_compacted_before_its_disk_is_full(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsynced: None
+) -> None:
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    point = tmp_path / "disk"
+    with tmpfs(point, 8 << 20):
+        storage, _ = opened(point / "data", fold="tests.storage.logs:newest")
+        for index in range(400):
+            commit(storage, bytes(100 * KIB), b"%d" % index)
+            if storage.compact_if_due():
+                assert storage.wait_compaction(WAIT_S)
+        assert storage.statistics()["compactions"] > 5 and storage.statistics()["failed_compactions"] == 0
+        storage.close()
+        assert held(point / "data")[-1] == b"399"
+
+
+@needs_tmpfs
+def test_a_state_that_fills_the_disk_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing in the log is superfluous: compacting gains nothing, and must not lose anything."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
+    point, now = tmp_path / "disk", [0.0]
+    with tmpfs(point, 8 << 20):
+        storage, _ = opened(point / "data", clock=lambda: now[0])
+        accepted: list[bytes] = []
+        refused = 0
+        while refused < 5:
+            record = b"%d " % len(accepted) * 20 * KIB
+            if outcome(storage, record) is None:
+                accepted.append(record)
+            else:
+                refused += 1
+            now[0] += 100.0 * refused
+            if storage.compact_if_due():
+                assert storage.wait_compaction(WAIT_S)
+        assert sum(map(len, accepted)) > 4 << 20, "more than half of the disk is used"
+        storage.close()
+        assert held(point / "data") == accepted

@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -64,7 +65,7 @@ def test_two_in_one_process_are_two_writers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "garbage\0", "12 a b", "pid host"])
 def test_an_owner_that_has_not_said_who_it_is(tmp_path: Path, text: str) -> None:
-    with FileStorage(tmp_path):
+    with closing(FileStorage(tmp_path)):
         (tmp_path / "lock").write_text(text)
         with pytest.raises(DirectoryInUse, match="another process") as caught:
             FileStorage(tmp_path)
@@ -73,7 +74,7 @@ def test_an_owner_that_has_not_said_who_it_is(tmp_path: Path, text: str) -> None
 
 def test_a_long_text_of_an_earlier_owner_goes(tmp_path: Path) -> None:
     (tmp_path / "lock").write_text("1 " + "x" * 200)
-    with FileStorage(tmp_path):
+    with closing(FileStorage(tmp_path)):
         assert (tmp_path / "lock").read_text() == f"{os.getpid()} {socket.gethostname()}\n"
 
 

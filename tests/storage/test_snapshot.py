@@ -9,6 +9,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,14 @@ def chunks_of(seed: int) -> list[bytes]:
 
 @pytest.mark.parametrize("chunks", [[], [b""], [b"one"], chunks_of(1), [random.Random(2).randbytes(3 << 20)]])
 def test_chunks_come_back(tmp_path: Path, chunks: list[bytes]) -> None:
-    size = write_snapshot(str(tmp_path), 7, iter(chunks))
-    assert {name: len(data) for name, data in files(tmp_path).items()} == {f"snapshot-{7:020d}": size}
+    write_snapshot(str(tmp_path), 7, iter(chunks))
+    assert list(files(tmp_path)) == [f"snapshot-{7:020d}"]
     assert list(read_snapshot(str(tmp_path), 7)) == chunks
 
 
 def test_small_chunks_share_frames(tmp_path: Path) -> None:
-    assert write_snapshot(str(tmp_path), 7, [b"x" * 46] * 20_000) < 1_050_000
+    write_snapshot(str(tmp_path), 7, [b"x" * 46] * 20_000)
+    assert len(files(tmp_path)[f"snapshot-{7:020d}"]) < 1_050_000
 
 
 def test_a_snapshot_is_written_while_its_chunks_come(tmp_path: Path) -> None:
@@ -180,12 +182,12 @@ def test_saving_again_replaces_the_snapshot(tmp_path: Path) -> None:
     commit(storage, b"one")
     storage.close()
     assert held(tmp_path) == [b"nothing", b"yet", b"one"]
-    with FileStorage(tmp_path) as storage:
+    with closing(FileStorage(tmp_path)) as storage:
         assert storage.statistics()["snapshot_sequence"] == 0
     assert list(files(tmp_path)) == [f"log-{1:020d}", f"snapshot-{0:020d}"]
 
 
-@pytest.mark.parametrize("scenario", ["save", "fold"])
+@pytest.mark.parametrize("scenario", ["save", "save_attached", "fold"])
 @pytest.mark.parametrize("snapshot", [False, True])
 def test_killed_at_every_step(tmp_path: Path, unsynced: None, scenario: str, snapshot: bool) -> None:
     """All that was acknowledged comes back, at most one record more, and the log goes on from there."""

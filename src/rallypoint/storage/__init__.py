@@ -1,8 +1,8 @@
 """Where a server keeps its log: what the server asks of a storage.
 
-A server in memory has no storage and waits for nothing. With one, the server applies a batch of entries, or releases
-its replies, when the batch is committed. `file.py` is the storage in a directory. Entries and snapshots are opaque
-bytes here; `rallypoint.core` gives them a meaning.
+A server in memory has no storage and waits for nothing. With one, the server applies a batch of entries when the batch
+is committed. `file.py` is the storage in a directory. Entries and snapshots are opaque bytes here; `rallypoint.core`
+gives them a meaning.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Storage(Protocol):
         """
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on commits are made on this event loop, and it may be used to learn of their ends."""
+        """From now on commit, save and close are called on this event loop, which may learn of the ends of commits."""
 
     def commit(self, records: Sequence[bytes], done: Done, urgent: bool = False) -> None:
         """Make a batch durable, then call `done`, in any thread; return before. What is urgent may use a reserve.

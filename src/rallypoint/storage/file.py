@@ -5,6 +5,7 @@
     segment_writer.py    the last segment: a batch is one frame and one sync
     log_writer.py        who writes and syncs a batch, the event loop and the kernel or a thread; new segments
     kernel_sync.py       syncs that no thread waits for
+    room.py              how much of a disk the log may take, and when it is to be compacted; pure
     snapshot.py          a snapshot in its file
     recovery.py          which files to read, and reading them
     compaction.py        a child process that folds snapshot and closed segments into a new snapshot
@@ -54,9 +55,9 @@ _log = logging.getLogger("rallypoint.storage")
 class FileStorage:
     """A storage in a directory, which is created where it is missing. See `rallypoint.storage.Storage`.
 
-    `segment_bytes` is the size at which a segment of the log is closed, and the least that is compacted;
-    `preallocate_bytes` the space reserved ahead (0: none). `fold` names the function that a compaction runs in its
-    child ("module:function", see compaction.Job), `clock` tells when to try again after one failed.
+    `segment_bytes` is the size at which a segment of the log is closed, and the least that is compacted while the disk
+    has ample room; `preallocate_bytes` the space reserved ahead (0: none). `fold` names the function that a compaction
+    runs in its child ("module:function", see compaction.Job), `clock` tells when to try again after one failed.
     Raises DirectoryInUse, StorageDamaged where a file is missing, and OSError where the directory cannot be used.
     """
 
@@ -117,17 +118,15 @@ class FileStorage:
         self._recovered().submit(records, done, urgent)
 
     def compact_if_due(self) -> bool:
-        """Start a compaction if the closed segments outweigh the snapshot twice; return whether it was started.
+        """Start a compaction if the log has grown enough (see room.py); return whether it was started.
 
         Call it about once a second. It never blocks; while a compaction runs, or shortly after one failed, it does
         nothing.
         """
         if self._writer is None or self._writer.failure is not None:
             return False
-        covers, closed_bytes = self._writer.closed()
-        if closed_bytes <= max(self._segment_bytes, 2 * self._snapshot_bytes):
-            return False
-        return self._compactor.try_start(self._snapshot, covers)
+        covers = self._writer.due()
+        return covers is not None and self._compactor.try_start(self._snapshot, covers)
 
     def wait_compaction(self, timeout_s: float) -> bool:
         """Wait until no compaction runs; return whether that is so."""
@@ -166,12 +165,6 @@ class FileStorage:
             self._writer.close()
         self._lock.release()
 
-    def __enter__(self) -> FileStorage:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _recovered(self) -> LogWriter:
         if self._writer is None:
             raise RuntimeError("recover, and read what it returns to the end, before anything is committed or saved")
@@ -207,7 +200,7 @@ class FileStorage:
         """Build on this snapshot, which is durable, and remove what it covers. Called in any thread."""
         self._snapshot_bytes = os.stat(snapshot_path(self.directory, covers)).st_size
         self._snapshot = covers
-        self._recovered().forget(covers)
+        self._recovered().forget(covers, self._snapshot_bytes)
         try:
             remove_covered(self.directory, covers)
         except OSError as error:  # harmless: after the next snapshot, or at the next start, it is tried again

@@ -29,18 +29,22 @@ _EVENT = struct.Struct("<QQqq")  # data, iocb, result, -
 
 
 class KernelSync:
-    """Syncs one file at a time. Raises OSError where the kernel cannot do it."""
+    """Syncs one file at a time, in the process that created this. Raises OSError where the kernel cannot do it."""
 
     def __init__(self) -> None:
-        self._fd = -1
         numbers = _SYSCALLS.get(platform.machine())
         if sys.platform != "linux" or numbers is None or sys.byteorder != "little":
             raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
         self._setup, self._destroy, self._getevents, self._submit = numbers
         self._syscall = ctypes.CDLL(None, use_errno=True).syscall
         self._context = ctypes.c_ulong(0)
-        self._call(self._setup, 1, ctypes.byref(self._context))
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            self._call(self._setup, 1, ctypes.byref(self._context))
+        except OSError:
+            os.close(fd)
+            raise
+        self._fd = fd
         self._iocb = ctypes.create_string_buffer(_IOCB.size)
         self._iocbs = (ctypes.c_void_p * 1)(ctypes.addressof(self._iocb))
         self._event = ctypes.create_string_buffer(_EVENT.size)

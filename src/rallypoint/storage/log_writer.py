@@ -15,15 +15,17 @@ import asyncio
 import errno
 import logging
 import os
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 
 from rallypoint.errors import DiskFull, StoreClosed
-from rallypoint.storage import Done
+from rallypoint.storage import Done, room
 from rallypoint.storage.directory import segment_path
 from rallypoint.storage.errors import StorageFailed
 from rallypoint.storage.kernel_sync import KernelSync
+from rallypoint.storage.segment import frame_bytes
 from rallypoint.storage.segment_writer import NO_ROOM, SegmentWriter
 
 __all__ = ["LogWriter"]
@@ -50,6 +52,8 @@ class LogWriter:
         self._segment = segment
         self._closed_bytes = dict(closed)
         self._is_closed = False
+        self._snapshot_bytes = 0
+        self._tight = self._full = False  # whether a compaction is pressing; whether the last batch found no room
         self._busy = False
         self._warned = False
         self._kernel: KernelSync | None = None
@@ -83,15 +87,18 @@ class LogWriter:
         if records is None or not self._start_sync(records, done):
             self._jobs.put((records, done, urgent))
 
-    def closed(self) -> tuple[int, int]:
-        """Return the number of the last frame in a closed segment, and the size of all closed segments."""
+    def due(self) -> int | None:
+        """Return up to which frame the log is to be compacted, None if that is not worth while yet."""
         with self._mutex:
-            return self._segment.first - 1, sum(self._closed_bytes.values())
+            closed = sum(self._closed_bytes.values())
+            due = room.is_due(closed, self._snapshot_bytes, segment_bytes=self._segment_bytes, tight=self._tight)
+            return self._segment.first - 1 if due else None
 
-    def forget(self, covers: int) -> None:
-        """Count the segments up to this frame no longer: a snapshot covers them."""
+    def forget(self, covers: int, snapshot_bytes: int) -> None:
+        """Count the segments up to this frame no longer: a snapshot of this size covers them."""
         with self._mutex:
             self._closed_bytes = {first: size for first, size in self._closed_bytes.items() if first > covers}
+            self._snapshot_bytes = snapshot_bytes
 
     def statistics(self) -> dict[str, int | float]:
         """Return sizes and counts of the log."""
@@ -101,7 +108,6 @@ class LogWriter:
                 "segments": len(self._closed_bytes) + 1,
                 "log_bytes": sum(self._closed_bytes.values()) + self._segment.end,
                 "commits": self.commits,
-                "last_sync_s": self._segment.sync_s,
             }
 
     def close(self) -> None:
@@ -124,7 +130,7 @@ class LogWriter:
             return False
         try:
             size = segment.try_write(records, self.sequence + 1)
-        except OSError:
+        except Exception:
             return False  # it meets the thread, too, and there it is reported
         if size:
             try:
@@ -185,11 +191,9 @@ class LogWriter:
             if records is None:
                 self._roll()
             else:
-                self._roll_if_full()
-                self._segment.append(records, self.sequence + 1, urgent)
-                self.sequence += 1
-                self.commits += 1
+                self._append(records, urgent)
         except DiskFull as error:
+            self._full = True
             return error
         except StorageFailed as error:
             self.failure = error
@@ -198,9 +202,32 @@ class LogWriter:
             self.failure = StorageFailed(path=path, why=f"{type(error).__name__}: {error}")
         return self.failure
 
-    def _roll_if_full(self) -> None:
-        if self._segment.end < self._segment_bytes:
+    def _append(self, records: Sequence[bytes], urgent: bool) -> None:
+        if self._segment.end >= self._segment_bytes:
+            self._try_roll()
+        if not urgent:
+            self._keep_room(frame_bytes(records))
+        self._segment.append(records, self.sequence + 1, urgent)
+        self.sequence += 1
+        self.commits += 1
+        self._full = self._full and urgent
+
+    def _keep_room(self, size: int) -> None:
+        """Before the segment grows: see to it that the log can be compacted; DiskFull where it must be first."""
+        growth = self._segment.growth(size)
+        if not growth:
             return
+        left = _free_bytes(self._directory) - growth
+        closed, end, snapshot = sum(self._closed_bytes.values()), self._segment.end, self._snapshot_bytes
+        self._tight = room.is_tight(closed + end, snapshot, 0 if self._full else left)
+        if self._tight and end > closed:
+            self._try_roll()
+        if not room.leaves_room(sum(self._closed_bytes.values()), snapshot, left):
+            path = segment_path(self._directory, self._segment.first)
+            raise DiskFull(path=path, why="the space left is kept for compacting the log", number=errno.ENOSPC)
+
+    def _try_roll(self) -> None:
+        """Begin a new segment, or go on with the last one where that cannot be now."""
         try:
             self._roll()
             self._warned = False
@@ -226,3 +253,10 @@ class LogWriter:
         with self._mutex:
             self._segment = following
             self._closed_bytes[last.first] = last.end
+
+
+def _free_bytes(directory: str) -> int:
+    found = os.statvfs(directory)
+    if not found.f_blocks:  # this file system does not say
+        return sys.maxsize
+    return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)

@@ -4,9 +4,10 @@ A batch is one frame: space for it is reserved, it is written, and synced once. 
 so that most commits change no metadata: a sync into preallocated space takes 100 us where an appending one takes 145.
 
 A batch for which there is no room (ENOSPC, EDQUOT, EFBIG) leaves nothing behind, and a later commit may succeed. Some
-space is kept in reserve for what is urgent: a server without room must still note who comes and goes. Any other error,
-and every error of the sync, is final: after a failed fdatasync the kernel may have dropped the pages that it could not
-write, so trying again proves nothing.
+space is kept in reserve for what is urgent: a server without room must still note who comes and goes, and start again.
+A new segment has its reserve before the last one gives its own back. Any other error, and every error of the sync, is
+final: after a failed fdatasync the kernel may have dropped the pages that it could not write, so trying again proves
+nothing.
 
 Rejected: preallocating by writing zeros. It saves the file system some work later, writes everything twice, and was no
 faster here.
@@ -14,9 +15,9 @@ faster here.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-import time
 from collections.abc import Sequence
 
 from rallypoint.errors import DiskFull
@@ -24,7 +25,7 @@ from rallypoint.storage.directory import segment_path
 from rallypoint.storage.errors import StorageFailed
 from rallypoint.storage.segment import encode, frame_bytes
 
-__all__ = ["NO_ROOM", "SPARE_BYTES", "SegmentWriter", "sync_data", "write_at"]
+__all__ = ["NO_ROOM", "SPARE_BYTES", "SegmentWriter", "write_at"]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 """What the system says where a file cannot grow."""
@@ -41,17 +42,19 @@ _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 class SegmentWriter:
     """A segment that is open for writing. `end` is where its next frame goes; used by one thread at a time."""
 
-    def __init__(self, directory: str, first: int, end: int, *, preallocate_bytes: int) -> None:
+    def __init__(self, directory: str, first: int, end: int, *, preallocate_bytes: int, new: bool = False) -> None:
         self.first = first
         self.end = end
-        self.sync_s = 0.0
         self._directory = directory
         self._path = segment_path(directory, first)
         self._preallocate_bytes = preallocate_bytes
         self._step = preallocate_bytes if hasattr(os, "posix_fallocate") else 0
         self._spare_bytes = min(preallocate_bytes // 4, SPARE_BYTES)
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        path = f"{self._path}.0.tmp" if new else self._path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         self._reserved = os.fstat(self._fd).st_size
+        if new:
+            self._name(path)
 
     def settle(self, *, torn: bool) -> None:
         """After recovery: cut off a torn frame, and sync, for what was read may not be on the disk yet."""
@@ -78,19 +81,22 @@ class SegmentWriter:
             if error.errno in NO_ROOM:
                 self._cut_back()
             raise self._full_or_failed(error) from error
-        began_at = time.perf_counter()
         try:
-            sync_data(self._fd)
+            _sync_data(self._fd)
         except OSError as error:
             raise self._failed(error) from error
-        self.sync_s = time.perf_counter() - began_at
         self.end += size
+
+    def growth(self, size: int) -> int:
+        """Return how much more of the disk the segment takes with a frame of this size, and what is reserved ahead."""
+        needed = self.end + size + self._spare_bytes - self._reserved
+        return needed + self._preallocate_bytes if needed > 0 else 0
 
     def try_write(self, records: Sequence[bytes], sequence: int) -> int:
         """Write a small batch into space that is reserved, and return its size; 0 where there is no such space.
 
-        It counts once the caller has synced it and added its size to `end`. An OSError leaves the segment as it was:
-        a later write to the same place replaces it.
+        It counts once the caller has synced it and added its size to `end`. An error leaves the segment as it was: a
+        later write to the same place replaces it.
         """
         size = frame_bytes(records)
         if size > SMALL_BYTES or self.end + size + self._spare_bytes > self._reserved:
@@ -107,14 +113,14 @@ class SegmentWriter:
             write_at(self._fd, piece, self.end + offset)
 
     def follow(self, sequence: int) -> SegmentWriter:
-        """Close this segment and return the next one, whose name is durable then.
+        """Close this segment and return the next one, which has a reserve, and whose name is durable then.
 
-        An OSError means that the next one cannot be created, and that this one is still the last. StorageFailed is
-        final: the next one may exist, so no frame may go into this one.
+        An OSError means that the next one cannot be created, or has no room for a reserve, and that this one is still
+        the last. StorageFailed is final: the next one may exist, so no frame may go into this one.
         """
         directory_fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            following = SegmentWriter(self._directory, sequence, 0, preallocate_bytes=self._preallocate_bytes)
+            following = SegmentWriter(self._directory, sequence, 0, preallocate_bytes=self._preallocate_bytes, new=True)
             try:
                 os.fsync(directory_fd)
                 self._cut()  # give back what was reserved and not used
@@ -131,6 +137,17 @@ class SegmentWriter:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+    def _name(self, temporary: str) -> None:
+        """Give a new segment its name once it has its reserve."""
+        try:
+            self._reserve(self._spare_bytes)
+            os.rename(temporary, self._path)
+        except BaseException:
+            self.close()
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+            raise
 
     def _reserve(self, size: int) -> None:
         """Allocate space for a frame, and more ahead where there is more."""
@@ -174,7 +191,7 @@ class SegmentWriter:
         return StorageFailed(path=self._path, why=os.strerror(number), number=number)
 
 
-def sync_data(fd: int) -> None:
+def _sync_data(fd: int) -> None:
     """Make the contents of a file durable, and of its metadata what reading them takes."""
     if hasattr(os, "fdatasync"):
         os.fdatasync(fd)

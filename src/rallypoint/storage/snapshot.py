@@ -29,19 +29,18 @@ _BUFFER_BYTES = 1 << 20
 _END = struct.Struct("<QQ")
 
 
-def write_snapshot(directory: str, covers: int, chunks: Iterable[bytes], temporary: str | None = None) -> int:
-    """Write the snapshot of the state after frame `covers`, and return its size; its name is durable then.
+def write_snapshot(directory: str, covers: int, chunks: Iterable[bytes], temporary: str | None = None) -> None:
+    """Write the snapshot of the state after frame `covers`; its name is durable then.
 
     Raises DiskFull, and StorageFailed for other faults of the disk; log and older snapshots are then as they were.
     """
     temporary = temporary or temporary_path(directory, covers)
     with _removed_on_error(temporary):
-        size = _write(temporary, covers, chunks)
+        _write(temporary, covers, chunks)
         with _disk_errors(temporary):
             os.rename(temporary, snapshot_path(directory, covers))
     with _disk_errors(directory):
         sync_directory(directory)
-    return size
 
 
 def read_snapshot(directory: str, covers: int) -> Iterator[bytes]:
@@ -63,7 +62,7 @@ def read_snapshot(directory: str, covers: int) -> Iterator[bytes]:
         raise StorageDamaged(path=path, offset=file.tell(), why="the end of the snapshot is missing")
 
 
-def _write(path: str, covers: int, chunks: Iterable[bytes]) -> int:
+def _write(path: str, covers: int, chunks: Iterable[bytes]) -> None:
     with _disk_errors(path):
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -75,11 +74,10 @@ def _write(path: str, covers: int, chunks: Iterable[bytes]) -> int:
             count += len(batch)
             number += 1
         with _disk_errors(path):
-            end = _append(fd, end, [_END.pack(covers, count)], number, END)
+            _append(fd, end, [_END.pack(covers, count)], number, END)
             os.fsync(fd)
     finally:
         os.close(fd)
-    return end
 
 
 def _append(fd: int, end: int, chunks: list[bytes], number: int, kind: int) -> int:
