@@ -76,6 +76,41 @@ def test_whoever_reads_hands_on_the_reading(server: rallypoint.Server, store: ra
                 assert one.result(DEADLINE_S) == b"v"
 
 
+@pytest.mark.parametrize("read_by_another", [False, True])
+def test_a_call_ends_in_its_time_beside_a_request_that_the_server_does_not_read(
+    read_by_another: bool, server: rallypoint.Server, store: rallypoint.Store
+) -> None:
+    wire = store._backend._wire  # type: ignore[attr-defined]
+    with ThreadPoolExecutor(2) as pool:
+        reading = [pool.submit(store.get, "late")] if read_by_another else []
+        until_waiting(server, len(reading))
+        os.kill(server.pid, signal.SIGSTOP)
+        try:
+            large = pool.submit(store.multi_set, ["a", "b", "late"], ["v" * (8 << 20)] * 3)
+            until(wire._sender.locked, "it is being sent")
+            with pytest.raises(rallypoint.StoreTimeout, match="not sent: the server has not read"):
+                store.get("never", timeout=0.2)
+            with pytest.raises(rallypoint.MembersMissing, match="not sent: the server has not read"):
+                rallypoint.Lock(store, "l").acquire(0.2)
+            wire.patience_s = 0.2
+            for call in (lambda: store.add("n", 1), lambda: store.watch("w"), lambda: pipelined(store)):
+                with pytest.raises(rallypoint.ConnectionLost, match="not sent: the server has not read"):
+                    call()
+            assert not large.done()
+        finally:
+            wire.patience_s = DEADLINE_S
+            os.kill(server.pid, signal.SIGCONT)
+        large.result(DEADLINE_S)
+        assert all(one.result(DEADLINE_S) == b"v" * (8 << 20) for one in reading)
+    assert store.add("n", 1) == 1, "the others were not carried out"
+    assert wire._slots == {} and server.statistics()["watches"] == 0
+
+
+def pipelined(store: rallypoint.Store) -> None:
+    with store.pipeline() as pipe:
+        pipe.add("n", 1)
+
+
 def test_time_outs_of_some_leave_the_others_alone(server: rallypoint.Server, store: rallypoint.Store) -> None:
     with ThreadPoolExecutor(20) as pool:
         short = [pool.submit(store.get, "never", timeout=0.05) for _ in range(10)]
@@ -170,7 +205,7 @@ def test_close_wakes_everybody(server: rallypoint.Server, store: rallypoint.Stor
 
 def test_a_store_that_nobody_holds_is_kept_no_more_and_its_session_ends(server: rallypoint.Server) -> None:
     def kept() -> int:
-        wires = [reference() for reference in keeper._keeper._all.values()]
+        wires = [reference() for reference in list(keeper._keeper._all.values())]
         return sum(f":{server.port}" in wire.label for wire in wires if wire is not None)
 
     stores = [rallypoint.connect(server.url, timeout=DEADLINE_S) for _ in range(3)]

@@ -31,7 +31,7 @@ BRIEF_S = 1.0
 
 
 class ServerDown(RallypointError):
-    """A call's own time is over while the server is down. Only for callers inside, who make a time-out of it.
+    """A call's own time is over while the server is down, or reads nothing: callers inside make a time-out of it.
 
     Requests from the number `unsent_from` on were sent to nobody; whoever knows the number sets `sent`.
     """
@@ -54,6 +54,11 @@ class Patience(Deadline):
     def __init__(self, patience_s: float, wait_s: float | None) -> None:
         super().__init__(patience_s + (wait_s or 0.0))
         self.own_at = self.at if wait_s is None else self.at - patience_s
+
+    def unsent(self, peer: str, operation: str, waits: bool) -> ConnectionLost | ServerDown:
+        """Return what ends a call that could not be sent in its time."""
+        why = "not sent: the server has not read all of an earlier request yet"
+        return ServerDown(why, 0) if waits else ConnectionLost(peer=peer, operation=operation, why=why)
 
     def until(self, outage: Outage | None) -> float:
         """Return when the call gives up, as things are now."""

@@ -164,10 +164,10 @@ _SPECIAL: dict[type[ops.Op], Callable[[SessionBackend, Any], Any]] = {
 class _SessionFeed(Feed):
     def __init__(self, wire: Wire, prefix: bytes) -> None:
         self._wire = wire
-        self._number, self._slot = wire.watch(prefix)
+        self._slot = wire.watch(prefix)
 
     def next(self, deadline: Deadline) -> Event | TimedOut:
         return self._wire.event(self._slot, deadline)
 
     def close(self) -> None:
-        self._wire.unwatch(self._number, self._slot)
+        self._wire.unwatch(self._slot)

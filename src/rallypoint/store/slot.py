@@ -16,12 +16,15 @@ __all__ = ["Slot"]
 class Slot:
     """Where one call, or one watch, gets what came for it."""
 
-    __slots__ = ("answers", "bell", "session", "waiting")
+    __slots__ = ("answers", "bell", "number", "session", "waiting")
 
-    def __init__(self) -> None:
+    def __init__(self, number: int = 0) -> None:
         self.answers: deque[Reply | Event | RallypointError] = deque()
         self.bell: threading.Lock | None = None
         self.waiting = False
+        self.number = number
+        """Of the request; 0 before it has one."""
+
         self.session: Client | None = None
         """Of a watch: the session that it belongs to."""
 

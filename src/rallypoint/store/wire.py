@@ -121,7 +121,7 @@ class Wire:
 
         self._sender, self._lock = threading.Lock(), threading.Lock()
         self._slots: dict[int, Slot] = {}
-        self._parked: dict[int, tuple[int, Slot]] = {}
+        self._parked: dict[int, Slot] = {}
         """Requests that were open when their callers' time was over in an outage, by the call that comes again."""
 
         self._outage: Outage | None = None
@@ -152,7 +152,7 @@ class Wire:
         token = object()
         try:
             with self._lock:
-                if self._reader is None:
+                if self._reader is None and not self._sender.locked():
                     self._reader = token
             if self._reader is token:
                 reply = self._ask_alone(token, op, wait_s, left)
@@ -188,11 +188,11 @@ class Wire:
                     self._cuts.in_a_row = 0
                     return reply
             # More than our answer came, or none yet, or a cut: take the part of one reader among others.
-            slot = self._slots[number] = Slot()
+            slot = self._slots[number] = Slot(number)
             patience = Patience(self.patience_s, wait_s)
             if not self._took(ear, data):
                 self._read(slot, patience)
-            return self._answer(number, slot, _verb(op), patience)
+            return self._answer(slot, _verb(op), patience)
         except BaseException as error:
             if self._reader is me and not isinstance(error, RallypointError):
                 self._cut()
@@ -201,21 +201,20 @@ class Wire:
 
     def _ask_among_others(self, op: ops.Op, wait_s: float | None, left: int | None) -> Reply:
         """Ask, and wait for the answer while another reads, or for the reader's part."""
-        slot, number = Slot(), 0
-        patience = Patience(self.patience_s, wait_s)
+        slot, patience = Slot(), Patience(self.patience_s, wait_s)
+        until = patience.own_at if wait_s else None
         try:
-            with self._sender:
-                number = self._core.number
-                self._send(self._number(op, slot, patience.own_at if wait_s else None))
-            return self._answer(number, slot, _verb(op), patience)
+            if not self._in_turn(lambda: self._send(self._number(op, slot, until)), until or patience.at):
+                raise patience.unsent(self._peer, _verb(op), until is not None)
+            return self._answer(slot, _verb(op), patience)
         except BaseException as error:
-            self._unanswered(error, number, left)
+            self._unanswered(error, slot.number, left)
             raise
 
-    def _answer(self, number: int, slot: Slot, operation: str, patience: Patience) -> Reply:
+    def _answer(self, slot: Slot, operation: str, patience: Patience) -> Reply:
         """Wait for the answer to a request, and take it out of its slot."""
         reply = self._await(slot, operation, patience)
-        self._slots.pop(number, None)
+        self._slots.pop(slot.number, None)
         return reply
 
     def _unanswered(self, error: BaseException, number: int, left: int | None) -> None:
@@ -223,7 +222,7 @@ class Wire:
         if isinstance(error, ServerDown) and left is not None:
             error.sent = number < error.unsent_from
             if left != UNHEARD and error.sent:
-                self._parked[left] = number, self._slots[number]
+                self._parked[left] = self._slots[number]
                 return
         self._slots.pop(number, None)
         if left != UNHEARD or not isinstance(error, ServerDown):
@@ -235,14 +234,13 @@ class Wire:
         Raises ServerDown when its time is over and the server is down; then it may come again.
         """
         call = op.call
-        parked = self._parked.pop(call, None) if self._parked and _forks == self._forks else None
-        if parked is None:
+        slot = self._parked.pop(call, None) if self._parked and _forks == self._forks else None
+        if slot is None:
             return self.ask(op, op.timeout_s, call)
-        number, slot = parked
         try:
-            reply = self._answer(number, slot, _verb(op), Patience(self.patience_s, op.timeout_s))
+            reply = self._answer(slot, _verb(op), Patience(self.patience_s, op.timeout_s))
         except BaseException as error:
-            self._unanswered(error, number, call)
+            self._unanswered(error, slot.number, call)
             raise
         finally:
             self._wake_another()
@@ -250,19 +248,20 @@ class Wire:
 
     def unpark(self, call: int) -> None:
         """Let go of what a call asked before an outage: its answer is for nobody."""
-        parked = self._parked.pop(call, None)
-        if parked is not None:
-            self._slots.pop(parked[0], None)
+        slot = self._parked.pop(call, None)
+        if slot is not None:
+            self._slots.pop(slot.number, None)
 
     def confirm(self) -> None:
-        """Tell the server now what was delivered here, if that is more than a little."""
-        if not self._core.owes:
-            return
-        with self._sender:
-            with self._lock:
-                data = self._core.confirm()
-            if data:
-                self._send(data)
+        """Tell the server now what was delivered here, if that is more than a little; or else with the next request."""
+        if self._core.owes:
+            self._in_turn(self._send_confirmation, time.monotonic() + LEAST_S)
+
+    def _send_confirmation(self) -> None:
+        with self._lock:
+            data = self._core.confirm()
+        if data:
+            self._send(data)
 
     def ask_all(self, batch: Sequence[ops.Op]) -> list[Any]:
         """Send requests together and wait for all their answers; raise the first error among them."""
@@ -270,21 +269,22 @@ class Wire:
             self._after_fork()
         slots = [Slot() for _ in batch]
         patience = Patience(self.patience_s, None)
-        first = 1 << 62
+
+        def send() -> None:
+            self._send(b"".join([self._number(op, slot) for op, slot in zip(batch, slots, strict=True)]))
+
         try:
-            with self._sender:
-                first = self._core.number
-                requests = [self._number(op, slot) for op, slot in zip(batch, slots, strict=True)]
-                self._send(b"".join(requests))
+            if not self._in_turn(send, patience.at):
+                raise patience.unsent(self._peer, "pipeline", False)
             replies = [self._await(slot, "pipeline", patience) for slot in slots]
         except BaseException:
             with self._lock:
-                for number in range(first, first + len(batch)):
-                    self._core.forget(number)
+                for slot in slots:
+                    self._core.forget(slot.number)
             raise
         finally:
-            for number in range(first, first + len(batch)):
-                self._slots.pop(number, None)
+            for slot in slots:
+                self._slots.pop(slot.number, None)
             self._wake_another()
         return [reply.result if reply.status == Status.OK else self._failed(reply) for reply in replies]
 
@@ -294,8 +294,22 @@ class Wire:
             if self._over is not None:
                 raise _again(self._over)
             if slot is not None:
-                self._slots[self._core.number] = slot
+                slot.number = self._core.number
+                self._slots[slot.number] = slot
             return self._core.ask(op, until)
+
+    def _in_turn(self, send: Callable[[], object], until: float) -> bool:
+        """Send, holding the sender's lock; return False, and send nothing, where others keep it until then."""
+        taken: list[bool] = []
+        left_s = min(max(until - time.monotonic(), 0.0), threading.TIMEOUT_MAX)
+        try:
+            taken.extend(map(self._sender.acquire, [True], [left_s]))  # in C: no signal between taking and noting it
+            if taken[0]:
+                send()
+            return taken[0]
+        finally:
+            if True in taken:
+                self._sender.release()
 
     def _send(self, request: bytes) -> None:
         """Send, the sender's lock being held; what a cut swallows is repeated when it is mended."""
@@ -401,29 +415,28 @@ class Wire:
 
     # Watches, and the end
 
-    def watch(self, prefix: bytes) -> tuple[int, Slot]:
-        """Ask for the changes under a prefix; return the watch's number, and where its events come."""
+    def watch(self, prefix: bytes) -> Slot:
+        """Ask for the changes under a prefix; return where they come."""
         if _forks != self._forks:
             self._after_fork()
-        slot, number = Slot(), 0
+        slot, patience = Slot(), Patience(self.patience_s, None)
         slot.session = self._core
         early: list[Event] = []  # after a cut they come before the answer, which is asked for again
         try:
-            with self._sender:
-                number = self._core.number
-                self._send(self._number(ops.Watch(0, prefix), slot))
-            while isinstance(answer := self._next(slot, "watch", Patience(self.patience_s, None)), Event):
+            if not self._in_turn(lambda: self._send(self._number(ops.Watch(0, prefix), slot)), patience.at):
+                raise patience.unsent(self._peer, "watch", False)
+            while isinstance(answer := self._next(slot, "watch", patience), Event):
                 early.append(answer)
         except BaseException:
-            self._slots.pop(number, None)
-            self._abandon(number)
+            self._slots.pop(slot.number, None)
+            self._abandon(slot.number)
             raise
         finally:
             self._wake_another()
         slot.answers.extendleft(reversed(early))
         if answer.status != Status.OK:
             self._failed(answer)
-        return number, slot
+        return slot
 
     def event(self, slot: Slot, deadline: Deadline) -> Event | TimedOut:
         """Return the next event of a watch."""
@@ -441,12 +454,12 @@ class Wire:
         assert isinstance(answer, Event)
         return answer
 
-    def unwatch(self, number: int, slot: Slot) -> None:
+    def unwatch(self, slot: Slot) -> None:
         """Give up a watch, and wake whoever waits for its events."""
         if _forks == self._forks and slot.session is self._core:
             with contextlib.suppress(RallypointError):
-                self.ask(ops.Drop(0, number), 0.0, UNHEARD)
-            self._slots.pop(number, None)
+                self.ask(ops.Drop(0, slot.number), 0.0, UNHEARD)
+            self._slots.pop(slot.number, None)
         slot.give(StoreClosed(store=f"a watch of {self.label}"))
 
     def close(self) -> None:
