@@ -260,8 +260,8 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             found = self._round = self._join()
             self._joined = True
             try:
-                server = self._home.server()
-                port = home.open_door(*server, self._run_id, found.scope, self._read_s, found.number)
+                server, again = self._home.server(), self._home.recovers
+                port = home.open_door(*server, self._run_id, found.scope, self._read_s, found.number, again)
                 return found, net.Endpoint(server.host, port)
             except home.RoundOver as error:
                 if deadline.expired():
@@ -285,7 +285,8 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         """Close the door of the last round, where nobody is left who could use it."""
         status = self._rendezvous.status()
         if self._round is not None and not status.nodes and not status.waiting:
-            home.close_door(*self._home.server(), self._run_id, self._read_s, self._round.scope)
+            at = self._home
+            home.close_door(*at.server(), self._run_id, self._read_s, self._round.scope, at.recovers)
 
 
 def _say(waiting: Waiting) -> None:

@@ -8,11 +8,13 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
+from tests.recovering import RecoveringServer
 from tests.wire import AMPLE_S, read_line, script, until, wait_for_end
 
 import rallypoint
@@ -218,6 +220,46 @@ def test_who_is_told_to_be_the_host_under_a_foreign_address_listens_everywhere(m
 
 
 # Doors
+
+
+@pytest.mark.parametrize("method", ["PUT", "DELETE"])
+def test_a_server_that_recovers_is_asked_again_when_it_dies_of_a_request(method: str) -> None:
+    """Nobody can tell whether it had carried it out; to be asked twice is the same as once."""
+    asked = []
+
+    def serve(listener: socket.socket) -> None:
+        whole = b'HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{"port": 12}'
+        for answer in (b"", whole[:10], whole[:-1], whole):
+            with listener.accept()[0] as peer:
+                asked.append(peer.recv(1000).split(b" ")[0].decode())
+                peer.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(serve, listener)
+        where = listener.getsockname()
+        if method == "PUT":
+            assert home.open_door(*where, "run", 1, AMPLE_S, recovers=True) == 12
+        else:
+            home.close_door(*where, "run", AMPLE_S, 1, recovers=True)
+        serving.result(AMPLE_S)
+    assert asked == [method] * 4
+
+
+def test_a_door_is_opened_when_the_server_is_back() -> None:
+    with RecoveringServer(AMPLE_S, AMPLE_S) as server, ThreadPoolExecutor(1) as pool:
+        at = net.Endpoint("127.0.0.1", server.port)
+        there = home.Home(rallypoint.connect(server.url, timeout=AMPLE_S), at)
+        assert there.recovers
+        door = home.open_door(*at, "run", 1, AMPLE_S)
+        server.kill()
+        opening = pool.submit(home.open_door, *at, "run", 1, AMPLE_S, recovers=there.recovers)
+        server.start()
+        assert opening.result(AMPLE_S) == door
+        there.close()
+    with rallypoint.Server() as memory:
+        there = home.Home(rallypoint.connect(memory.url), net.Endpoint("127.0.0.1", memory.port))
+        assert not there.recovers
+        there.close()
 
 
 def test_doors() -> None:

@@ -10,7 +10,9 @@ they cannot go on, nor can those who have not come to it yet: the round is over,
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
+import itertools
 import json
 import socket
 import threading
@@ -28,6 +30,7 @@ from rallypoint.errors import ConnectFailed, ConnectionLost, MeetingError
 from rallypoint.spawn import Server
 from rallypoint.store import master
 from rallypoint.store.base import Store
+from rallypoint.store.route import backoff_s
 from rallypoint.store.session import SessionBackend
 from rallypoint.store.tcp import TCPStore, TorchBackend
 from rallypoint.store.url import connect
@@ -65,6 +68,12 @@ class Home:
         """The identity of the server, empty where the state outlives every server."""
         backend = self.store._backend
         return backend.server_id if isinstance(backend, SessionBackend) else b""
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the server comes back with what it knew, so that a request which it did not answer is repeated."""
+        backend = self.store._backend
+        return isinstance(backend, SessionBackend) and backend.recovers
 
     def lost(self) -> str:
         """Say how the server of this node alone has ended, empty while it runs; that of all nodes is the store's."""
@@ -166,18 +175,22 @@ def find_or_start(
         return store
 
 
-def open_door(host: str, port: int, run: str, scope: int, timeout_s: float, number: int = 0) -> int:
+def open_door(
+    host: str, port: int, run: str, scope: int, timeout_s: float, number: int = 0, recovers: bool = False
+) -> int:
     """Return the port of a store of its own for a round of a run; raise RoundOver where a later round has one.
 
-    `number` is what people call the round; the server shows it.
+    `number` is what people call the round; the server shows it. One that `recovers` is asked until it answers in time.
     """
     path = _path(run, scope) + (f"?round={number}" if number else "")
-    return int(_ask(host, port, "PUT", path, timeout_s)["port"])
+    return int(_ask(host, port, "PUT", path, timeout_s, recovers)["port"])
 
 
-def close_door(host: str, port: int, run: str, timeout_s: float, scope: int | None = None) -> None:
+def close_door(
+    host: str, port: int, run: str, timeout_s: float, scope: int | None = None, recovers: bool = False
+) -> None:
     """Close a run's door, with `scope` only if it is not that of a later round; what was stored behind it is gone."""
-    _ask(host, port, "DELETE", _path(run, scope), timeout_s)
+    _ask(host, port, "DELETE", _path(run, scope), timeout_s, recovers)
 
 
 def is_loopback(host: str) -> bool:
@@ -222,20 +235,29 @@ def _path(run: str, scope: int | None) -> str:
     return f"/doors/{urllib.parse.quote(run, safe='')}" + ("" if scope is None else f"/{scope}")
 
 
-def _ask(host: str, port: int, method: str, path: str, timeout_s: float) -> dict[str, Any]:
-    connection = HTTPConnection(host, port, timeout=timeout_s)
-    try:
-        connection.request(method, path)
-        answer = connection.getresponse()
-        body = answer.read()
-    except (OSError, HTTPException) as error:
-        peer = str(net.Endpoint(host, port))
-        raise ConnectionLost(peer=peer, operation=f"{method} {path}", why=str(error)) from error
-    finally:
-        connection.close()
-    if answer.status != HTTPStatus.OK:
+def _ask(host: str, port: int, method: str, path: str, timeout_s: float, recovers: bool) -> dict[str, Any]:
+    """Ask a server, and again where it recovers: what it did before it died, it does not do twice."""
+    deadline = Deadline(timeout_s)
+    for times in itertools.count():
+        attempt_s = min(timeout_s, ATTEMPT_S) if recovers else timeout_s
+        try:
+            status, body = _ask_once(host, port, method, path, attempt_s)
+            break
+        except (OSError, HTTPException) as error:
+            if not recovers or deadline.expired():
+                peer = str(net.Endpoint(host, port))
+                raise ConnectionLost(peer=peer, operation=f"{method} {path}", why=str(error)) from error
+        time.sleep(min(backoff_s(times), deadline.remaining()))
+    if status != HTTPStatus.OK:
         why = body.decode(errors="replace").strip()
-        kind = RoundOver if answer.status == HTTPStatus.CONFLICT else MeetingError
+        kind = RoundOver if status == HTTPStatus.CONFLICT else MeetingError
         raise kind(f"the server at {net.Endpoint(host, port)} refused {method} {path}: {why}")
     facts: dict[str, Any] = json.loads(body)
     return facts
+
+
+def _ask_once(host: str, port: int, method: str, path: str, timeout_s: float) -> tuple[int, bytes]:
+    with contextlib.closing(HTTPConnection(host, port, timeout=timeout_s)) as connection:
+        connection.request(method, path)
+        answer = connection.getresponse()
+        return answer.status, answer.read()

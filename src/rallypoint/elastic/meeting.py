@@ -179,8 +179,8 @@ class Meeting:
                 self._silent_s = 0.0
                 try:
                     told = gather(now, self.rendezvous.node, self._job.workers, self._is_over, READ_S)
-                    server = self._here.server()
-                    port = home.open_door(*server, self._job.run_id, now.scope, READ_S, now.number)
+                    server, again = self._here.server(), self._here.recovers
+                    port = home.open_door(*server, self._job.run_id, now.scope, READ_S, now.number, again)
                 except (MeetingError, ConnectionLost) as error:
                     if not isinstance(error, MeetingError) and not self._here.lost():
                         raise
@@ -283,7 +283,7 @@ class Meeting:
             if self.failed:
                 self.board.tell()
             if last and self._round is not None:
-                home.close_door(*at.server(), self._job.run_id, LEAVE_S, self._round.scope)
+                home.close_door(*at.server(), self._job.run_id, LEAVE_S, self._round.scope, at.recovers)
                 self.board.clear()
         given_up.cancel()
 

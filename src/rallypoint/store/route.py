@@ -29,7 +29,7 @@ from rallypoint import net
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, ConnectionLost
 
-__all__ = ["NO_GATEWAY", "Cuts", "Route", "Search"]
+__all__ = ["NO_GATEWAY", "Cuts", "Route", "Search", "backoff_s"]
 
 PATIENCE_S = (1.0, 30.0)
 """How long one of several addresses may be silent at most: in the first round, and after doubling each round."""
@@ -114,7 +114,7 @@ class Cuts:
         pause_s = 0.0
         if self.in_a_row > 1:
             self._route.leave()
-            pause_s = _pause_s(self.in_a_row - 2)
+            pause_s = backoff_s(self.in_a_row - 2)
         if self.in_a_row > MENDS and not recovers:
             why = f"it was cut {MENDS} times in a row, without an answer in between"
             raise ConnectionLost(peer=str(self._route.endpoints), operation="reconnecting", why=why)
@@ -167,12 +167,12 @@ class Search:
         if self._useless == len(self._route.endpoints) or self._deadline.expired():
             tried = {where: why for each in self._failed.values() for where, why in each.items()}
             raise ConnectFailed(peer=str(self._route.endpoints), timeout_s=self._deadline.timeout_s, tried=tried)
-        pause_s = min(_pause_s(self._rounds), self._deadline.remaining())
+        pause_s = min(backoff_s(self._rounds), self._deadline.remaining())
         self._rounds += 1
         self._patience_s = min(2 * self._patience_s, self._longest_s)
         return pause_s
 
 
-def _pause_s(times: int) -> float:
-    """Return how long to pause after as many pauses."""
+def backoff_s(times: int) -> float:
+    """Return how long to pause after so many pauses."""
     return min(PAUSE_S[0] * GROWTH ** min(times, 32), PAUSE_S[1]) * random.uniform(0.5, 1.0)

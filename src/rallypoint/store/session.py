@@ -76,6 +76,11 @@ class SessionBackend(Backend):
         """The identity of the server: one that was restarted and has forgotten everything has another."""
         return self._wire.server
 
+    @property
+    def recovers(self) -> bool:
+        """Whether the server comes back with its sessions when it is restarted."""
+        return self._wire.recovers
+
     def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
         special = _SPECIAL.get(op.__class__)
         return self._wire.ask(op, _wait_s(op)) if special is None else special(self, op)

@@ -138,6 +138,11 @@ class Wire:
         self.hosts_objects = self._core.hosts_objects
         keeper.start(self)
 
+    @property
+    def recovers(self) -> bool:
+        """Whether the server comes back with its sessions when it is restarted."""
+        return self._core.recovers
+
     # Requests
 
     def ask(self, op: ops.Op, wait_s: float | None = None, left: int | None = None) -> Any:
