@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import re
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, TypeVar, cast
@@ -70,6 +71,12 @@ async def connect(url: str, timeout: Timeout | None = None) -> AsyncStore:
     await session.open(Deadline(parsed.timeout_s))
     session.doubt()
     return AsyncStore(session, b"/" + (f"{parsed.prefix}/".encode() if parsed.prefix else b""), parsed.timeout_s)
+
+
+def _why_failed(error: Exception) -> str:
+    """Say why a connection failed; where a name has several addresses, asyncio joins their errors into one text."""
+    numbers = set(re.findall(r"\[Errno (\d+)\]", str(error)))
+    return net.why_failed(OSError(int(*numbers), str(error)) if len(numbers) == 1 else error) or "no answer"
 
 
 class _Link(asyncio.Protocol):
@@ -162,8 +169,7 @@ class _Session:
                 except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
                     if isinstance(error, RallypointError):
                         raise
-                    why = getattr(error, "strerror", None) or str(error) or "no answer"
-                    search.failed(endpoint, why, isinstance(error, (BadMessage, ValueError)))
+                    search.failed(endpoint, _why_failed(error), isinstance(error, (BadMessage, ValueError)))
             if self.outage is not None:
                 self.outage.why = search.why
             await asyncio.sleep(search.pause_s())

@@ -53,6 +53,7 @@ __all__ = [
     "watch",
     "caller_name",
     "raise_file_limit",
+    "why_failed",
 ]
 
 _Address = tuple[Any, ...]
@@ -73,7 +74,8 @@ _WORDS = {
 }
 
 
-def _why(error: Exception) -> str:
+def why_failed(error: Exception) -> str:
+    """Say why something with an address failed."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError):
@@ -211,7 +213,7 @@ def _listen_at(places: Iterable[_Place], port: int, backlog: int) -> list[socket
                 set_options(sock)  # inherited by every connection, if set before the first can queue up
                 sock.listen(backlog)
             except OSError as error:
-                raise AddressTaken(address=str(Endpoint(address[0], port)), why=_why(error)) from error
+                raise AddressTaken(address=str(Endpoint(address[0], port)), why=why_failed(error)) from error
             opened.append(sock)
             port = sock.getsockname()[1]
         undo.pop_all()
@@ -231,7 +233,7 @@ def listen(hosts: Sequence[str], port: int, *, backlog: int = _BACKLOG) -> list[
         try:
             places, named = _resolve(host, 0, _RESOLVE_S)
         except (OSError, ValueError) as error:
-            raise AddressTaken(address=str(Endpoint(host, port)), why=_why(error)) from error
+            raise AddressTaken(address=str(Endpoint(host, port)), why=why_failed(error)) from error
         wanted += [place for place in places if named and _is_mine(*place)] or places
     # A wildcard holds every address of its family, and the kernel would refuse one of them beside it.
     wild = {family: address for family, address in wanted if address[0] in _WILDCARDS}
@@ -267,7 +269,7 @@ def adopt(fd: int) -> socket.socket:
     try:
         sock = socket.socket(fileno=fd)
     except OSError as error:
-        raise ValueError(f"descriptor {fd} is not a socket: {_why(error)}") from error
+        raise ValueError(f"descriptor {fd} is not a socket: {why_failed(error)}") from error
     with ExitStack() as undo:
         undo.callback(sock.detach)
         if refusal := _refusal(sock):
@@ -277,7 +279,7 @@ def adopt(fd: int) -> socket.socket:
             try:
                 sock.listen(_BACKLOG)
             except OSError as error:
-                raise AddressTaken(address=str(Endpoint(*sock.getsockname()[:2])), why=_why(error)) from error
+                raise AddressTaken(address=str(Endpoint(*sock.getsockname()[:2])), why=why_failed(error)) from error
         sock.setblocking(True)
         sock.set_inheritable(False)
         undo.pop_all()
@@ -336,7 +338,7 @@ def _round(host: str, port: int, deadline: Deadline, patience_s: float, tried: d
     try:
         places, _ = _resolve(host, port, min(max(_LEAST_S, deadline.remaining()), _PATIENCE_S[1]))
     except OSError as error:
-        tried[host] = _why(error)
+        tried[host] = why_failed(error)
         return None
     tried.pop(host, None)
     for index, (family, address) in enumerate(places):
@@ -349,7 +351,7 @@ def _round(host: str, port: int, deadline: Deadline, patience_s: float, tried: d
         except InterruptedError:
             raise
         except OSError as error:
-            tried[where] = _why(error)
+            tried[where] = why_failed(error)
     return None
 
 

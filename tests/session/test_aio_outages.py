@@ -13,7 +13,7 @@ from tests.outages import DEADLINE_S, Told, go_down, told
 from tests.recovering import RecoveringServer
 
 import rallypoint
-from rallypoint import aio
+from rallypoint import aio, net
 from rallypoint.aio import AsyncStore
 from rallypoint.core import ops
 from rallypoint.deadline import Deadline
@@ -87,8 +87,18 @@ def test_blocked_calls_go_on_and_a_short_one_ends_when_its_time_is_over(
                 assert await ends[name] == returns, name
             await asyncio.to_thread(told.until, "is back")
             assert (told.count("is down"), told.count("is back")) == (1, 1)
+            if how == REFUSES:
+                assert "(refused, nothing listens there)" in told.lines[0]
 
     run(main())
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_it_says_in_the_words_of_the_blocking_client_why_a_server_is_not_reached(host: str) -> None:
+    port = net.free_port(host)
+    with pytest.raises(rallypoint.ConnectFailed) as caught:
+        run(aio.connect(f"tcp://{host}:{port}", timeout=0.1))
+    assert caught.value.tried == {f"{host}:{port}": "refused, nothing listens there"}
 
 
 def test_what_is_answered_at_once_ends_with_its_patience_and_is_not_done_later(
