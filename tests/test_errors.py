@@ -174,9 +174,7 @@ SAMPLES: list[Sample] = [
         key="k",
         why="mvcc: database space exceeded",
     ),
-    sample(
-        ServerFailed, ["process 123 did not come up: it ended", "standard error"], NetworkError, pid=123, why="it ended"
-    ),
+    sample(ServerFailed, ["process 123 did not come up: it ended"], NetworkError, pid=123, why="it ended"),
     sample(
         MembersMissing,
         ["barrier 'start'", "member 0", "30 s", "7 of 8", "missing: 3"],

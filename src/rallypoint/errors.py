@@ -228,7 +228,7 @@ class NotAnInteger(StoreError, ValueError):
 
 
 class LimitExceeded(StoreError, ValueError):
-    """A key, a value or a list is larger than the store takes; nothing was sent or changed."""
+    """A key, a value or a list is larger than the store takes, or watches are more; nothing was sent or changed."""
 
     what: str
     key: str
@@ -236,15 +236,13 @@ class LimitExceeded(StoreError, ValueError):
     limit: int
 
     def __init__(self, *, what: str, key: str, size: int, limit: int) -> None:
-        super().__init__(
-            f"{what} {_some([key])} has {size:,} bytes and the limit is {limit:,}"
-            if what != "keys"
-            else f"{size:,} keys in one call, starting with {_some([key])}; the limit is {limit:,}",
-            what=what,
-            key=key,
-            size=size,
-            limit=limit,
-        )
+        if what == "keys":
+            sentence = f"{size:,} keys in one call, starting with {_some([key])}; the limit is {limit:,}"
+        elif what.startswith("watches"):
+            sentence = f"{size:,} {what}, with that of {_some([key])}; the limit is {limit:,}"
+        else:
+            sentence = f"{what} {_some([key])} has {size:,} bytes and the limit is {limit:,}"
+        super().__init__(sentence, what=what, key=key, size=size, limit=limit)
 
 
 class StoreFull(StoreError):
@@ -598,11 +596,7 @@ class ServerFailed(NetworkError):
     why: str
 
     def __init__(self, *, pid: int, why: str) -> None:
-        super().__init__(
-            f"the server process {pid} did not come up: {why}; it says more on this process's standard error",
-            pid=pid,
-            why=why,
-        )
+        super().__init__(f"the server process {pid} did not come up: {why}", pid=pid, why=why)
 
 
 class NoQuorum(NetworkError, TimeoutError):

@@ -89,7 +89,8 @@ class Server:
                 weakref.finalize(self, self._stop)
             else:
                 _left_alone.append(self._first)
-            self.url, why = await_ready(self._first, ready, deadline)
+            hint = "" if outlive is not None else "; it says more on this process's standard error"
+            self.url, why = await_ready(self._first, ready, deadline, hint)
             if not self.url:
                 raise ServerFailed(pid=self._first.pid, why=why)
             if durable and outlive is None:
@@ -193,6 +194,8 @@ def _durable(data_dir: str | os.PathLike[str] | None, recovery: Timeout | None, 
         if recovery is not None:
             raise ValueError("recovery is for a server that has a data_dir: without one it forgets all sessions")
         return {}
+    if not os.fspath(data_dir):
+        raise ValueError("data_dir is empty: name a directory")
     if engine is not None:
         raise ValueError("a server has its state in data_dir or in engine, not in both")
     durable: dict[str, Any] = {"data_dir": os.path.abspath(os.fspath(data_dir))}

@@ -60,8 +60,11 @@ Starter = Callable[[], tuple[subprocess.Popen[bytes], int]]
 """Starts a child, and returns it with the descriptor on which it will write its URL, or why not."""
 
 
-def await_ready(child: subprocess.Popen[bytes], ready: int, deadline: Deadline) -> tuple[str, str]:
-    """Wait until a child is ready; return its URL, or nothing and the reason, when it has been ended."""
+def await_ready(child: subprocess.Popen[bytes], ready: int, deadline: Deadline, hint: str = "") -> tuple[str, str]:
+    """Wait until a child is ready; return its URL, or nothing and the reason, when it has been ended.
+
+    Of one that gives no reason, `hint` says where to look.
+    """
     why = ""
     with os.fdopen(ready, "rb") as pipe:
         if select.select([pipe], [], [], deadline.remaining())[0]:
@@ -74,7 +77,8 @@ def await_ready(child: subprocess.Popen[bytes], ready: int, deadline: Deadline) 
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(STOP_S)
     stop(child)
-    return "", why or (f"not ready after {deadline.timeout_s:g} s" if expired else f"ended with {child.returncode}")
+    unready = f"not ready after {deadline.timeout_s:g} s" if expired else f"ended with {child.returncode}{hint}"
+    return "", why or unready
 
 
 def stop(child: subprocess.Popen[bytes]) -> None:

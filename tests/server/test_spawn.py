@@ -133,7 +133,7 @@ def test_a_child_that_ends_is_reported_with_its_own_exit_code(tmp_path: Path, mo
     # It lets go of everything before it ends, as a process does; its code, not our signal, is what is to be told.
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", "exec >&- 2>&-; exit 3"))
     port = net.free_port("127.0.0.1")
-    with pytest.raises(ServerFailed, match="ended with 3"):
+    with pytest.raises(ServerFailed, match="ended with 3; it says more on this process's standard error"):
         rallypoint.Server(port=port)
     assert may_listen(port)
 

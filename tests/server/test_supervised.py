@@ -301,6 +301,7 @@ def test_who_supervises_ends_and_so_does_the_server(how: str, tmp_path: Path) ->
     [
         ({"recovery": 5}, "recovery is for a server that has a data_dir"),
         ({"data_dir": "d", "engine": "etcd://h:1/s"}, "not in both"),
+        ({"data_dir": ""}, "data_dir is empty"),
         ({"data_dir": "d", "recovery": -1}, "recovery must not be negative"),
         ({"data_dir": "d", "recovery": 1e6}, "recovery must be at most 86400 s"),
     ],

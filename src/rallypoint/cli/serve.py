@@ -104,6 +104,8 @@ def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **op
         raise click.UsageError("--fd has the same descriptor more than once")
     if options["data_dir"] is not None and options["engine"] is not None:
         raise click.UsageError("--data-dir and --engine exclude each other: the state is in one of them")
+    if options["data_dir"] == "":
+        raise click.UsageError("--data-dir is empty: name a directory")
     if options["recovery_s"] is not None and options["data_dir"] is None:
         raise click.UsageError("--recovery needs --data-dir: without one the server forgets all sessions")
     logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)

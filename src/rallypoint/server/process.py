@@ -15,7 +15,7 @@ import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +55,7 @@ def main() -> None:
     settings = msgspec.json.decode(sys.argv[2], type=Settings)
     try:
         serve(settings)
-    except (RallypointError, ValueError) as error:
+    except (RallypointError, ValueError, OSError) as error:
         if settings.ready_fd is None:
             raise
         with contextlib.suppress(OSError):  # it is closed once the server is ready
@@ -66,8 +66,8 @@ def main() -> None:
 def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once clients get in.
 
-    Raises AddressTaken or ValueError when the sockets cannot be had, NoQuorum when the engine is etcd, and silent, and
-    StorageFailed when the data directory cannot be written to any more.
+    Raises AddressTaken or ValueError when the sockets or the data directory cannot be had, NoQuorum when the engine is
+    etcd, and silent, and StorageFailed when the data directory cannot be written to any more.
     """
     most = max(1, net.raise_file_limit(FILES_WANTED) - FILES_KEPT)
     settings = msgspec.structs.replace(settings, max_connections=min(settings.max_connections or most, most))
@@ -100,7 +100,20 @@ def _storage(directory: str) -> Any:
     """Open a data directory; raise where another server has it, or where it is damaged."""
     from rallypoint.storage.file import FileStorage
 
-    return FileStorage(directory)
+    with _usable(directory):
+        return FileStorage(directory)
+
+
+@contextlib.contextmanager
+def _usable(directory: str | None) -> Iterator[None]:
+    """Turn an error of the file system into one that names the data directory."""
+    try:
+        yield
+    except OSError as error:
+        if isinstance(error, RallypointError) or directory is None or error.filename is None:
+            raise
+        why = f"{error.strerror}: {error.filename}"
+        raise ValueError(f"cannot use the data directory {directory} (serve --data-dir): {why}") from error
 
 
 def _engine(url: str) -> Address:
@@ -138,15 +151,34 @@ async def _serve(
     house.on_alone = stop.set
     if isinstance(house, StoreServer):
         house.on_failure = stop.set
-    await house.open(sockets)
-    gc.freeze()  # what is here now stays; collections need not look at it again
-    url = _url(sockets)
-    with _published(settings, url):
-        ready(url)
-        await stop.wait()
-    await house.close()
+    try:
+        with _usable(settings.data_dir):
+            opened = await _open(house, sockets, stop)
+        if opened:
+            gc.freeze()  # what is here now stays; collections need not look at it again
+            url = _url(sockets)
+            with _published(settings, url):
+                ready(url)
+                await stop.wait()
+            await house.close()
+    finally:
+        if isinstance(house, StoreServer) and house.storage is not None:
+            house.storage.close()
     if isinstance(house, StoreServer) and house.failed is not None:
         raise house.failed
+
+
+async def _open(house: ServerBase, sockets: list[socket.socket], stop: asyncio.Event) -> bool:
+    """Open the server, which may take long; return False where it is told to end before."""
+    opening, stopped = asyncio.ensure_future(house.open(sockets)), asyncio.ensure_future(stop.wait())
+    await asyncio.wait([opening, stopped], return_when=asyncio.FIRST_COMPLETED)
+    for task in (opening, stopped):
+        task.cancel()
+    try:
+        await opening
+    except asyncio.CancelledError:
+        return False
+    return True
 
 
 def _watch_parent(pid: int, stop: asyncio.Event) -> None:
