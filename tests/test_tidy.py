@@ -71,7 +71,7 @@ SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60
 LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/protocol/c10d.py": (370, "one wire protocol, both directions"),
     "src/rallypoint/core/engine.py": (
-        720,
+        790,
         "all store semantics, once: operations, waits and wake-ups change the same few tables and are read together",
     ),
     "src/rallypoint/errors.py": (
@@ -86,23 +86,15 @@ LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/store/etcd.py": (350, "the blocking store: its operations, and the sessions that they are made in"),
     "src/rallypoint/aio.py": (500, "the whole asyncio front: a session, and the store on it"),
     "src/rallypoint/core/ops.py": (310, "every operation, once: a table to be read as one"),
-    "src/rallypoint/core/session.py": (
-        545,
-        "both kinds of owners: every request of a client, and what makes a cut harmless",
-    ),
+    "src/rallypoint/core/session.py": (480, "every request of a client, and what makes a cut harmless"),
     "src/rallypoint/core/state.py": (355, "every entry of the log, and what it does to the state"),
     "src/rallypoint/core/snapshot.py": (
-        405,
+        430,
         "writing and reading, side by side: each section must match its counterpart",
     ),
-    "src/rallypoint/server/server.py": (
-        440,
-        "the state's clock, its log and its connections: what each brings to the others",
-    ),
-    "src/rallypoint/server/native_connection.py": (
-        335,
-        "one protocol's end: the greeting, requests, and the way to the log",
-    ),
+    "src/rallypoint/server/server.py": (370, "the state, its log and its connections: what each brings to the others"),
+    "src/rallypoint/server/native_connection.py": (355, "one protocol's end: requests, replies, the way to the log"),
+    "src/rallypoint/server/c10d_connection.py": (335, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/store/wire.py": (
         765,
         "who sends, who reads and who brings the session back share one set of locks: read as one",

@@ -19,7 +19,7 @@ from rallypoint.core import entries, ops
 from rallypoint.core.engine import Engine
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import SharedReply
-from rallypoint.server import server as server_module
+from rallypoint.server import clock as clock_module
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
@@ -80,13 +80,13 @@ class Clock:
     @contextmanager
     def running(self) -> Iterator[None]:
         """Be the running event loop, and the time, of the server."""
-        time: Any = server_module.time
+        time: Any = clock_module.time
         asyncio._set_running_loop(self)  # type: ignore[arg-type]
-        server_module.time = self  # type: ignore[assignment]
+        clock_module.time = self  # type: ignore[assignment]
         try:
             yield
         finally:
-            server_module.time = time
+            clock_module.time = time
             asyncio._set_running_loop(None)
 
 
@@ -106,9 +106,9 @@ class FakeConnection:
         The peer takes its answers at once, so what waits until it has is carried out, too.
         """
         with self._clock.running():
-            self.send(self.handler.receive(data, self._clock.now))
+            self.send(self.handler.receive(data))
             while self.handler.blocked:
-                self.send(self.handler.receive(b"", self._clock.now))
+                self.send(self.handler.receive(b""))
         self._clock.advance(self._clock.now)
         assert not self._stalled, "nothing waits for long where there is no log"
         if self.dropped:
@@ -117,7 +117,7 @@ class FakeConnection:
     def end(self) -> None:
         """Let the peer hang up."""
         with self._clock.running():
-            self.handler.end(self._clock.now)
+            self.handler.end()
         self._clock.advance(self._clock.now)
 
     # What handlers call
@@ -145,7 +145,7 @@ class FakeConnection:
 
     def go_on(self) -> None:
         if self.handler.blocked:
-            self.send(self.handler.receive(b"", self._clock.now))
+            self.send(self.handler.receive(b""))
 
     def recount(self) -> None:
         pass

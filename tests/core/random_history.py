@@ -14,7 +14,18 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rallypoint.core import entries, exchange, objects, ops, roster, session, snapshot
+from rallypoint.core import (
+    engine,
+    entries,
+    exchange,
+    objects,
+    ops,
+    roster,
+    session,
+    shared_answer,
+    snapshot,
+    watch_table,
+)
 from rallypoint.core import state as state_module
 from rallypoint.core.entries import (
     Attach,
@@ -32,10 +43,11 @@ from rallypoint.core.entries import (
     TimeOut,
     Visit,
 )
-from rallypoint.core.records import LATER, Push
-from rallypoint.core.session import Session, Visitor
+from rallypoint.core.records import LATER, InternalError, Push
+from rallypoint.core.session import Session
 from rallypoint.core.snapshot import read, write
-from rallypoint.core.state import MACHINES, InternalError, Namespace, State
+from rallypoint.core.state import MACHINES, Namespace, State
+from rallypoint.core.visitor import Visitor
 from rallypoint.errors import StoreError
 from rallypoint.protocol.native import encode_answer
 
@@ -54,12 +66,15 @@ LONG_S = 9.0
 SMALL: tuple[tuple[Any, str, int], ...] = (
     (session, "MAX_KEPT", 8),
     (session, "MAX_PUSHES", 8),
+    (session, "MAX_WATCHES", 3),
+    (watch_table, "MAX_LENGTHS", 3),
+    (engine, "OUTBOX_EVENTS", 3),
     (state_module, "SLICE_KEYS", 2),
     (state_module, "MAX_RESTARTS", 1),
     (snapshot, "CHUNK_BYTES", 200),
     (objects, "MAX_IDLE", 2),
     (objects, "MAX_IDLE_BYTES", 900),
-    (objects, "SHARED_BYTES", 40),
+    (shared_answer, "SHARED_BYTES", 40),
     (exchange, "REPLACED", 2),
     (roster, "KEPT", 3),
 )
@@ -415,6 +430,8 @@ class History:
             else:
                 machine = self.state.namespaces[session.namespace].objects._machines.get((MACHINES[kind], name))
                 command = self._commands.make(kind, machine or MACHINES[kind](), member)
+            if client.calls and chance.random() < 0.08:  # by mistake: the number of another call
+                call = chance.randint(1, len(client.calls))
             client.calls.append((name, member, call, command))
         time_s = chance.choice((0.0, LONG_S, LONG_S, LONG_S))
         self._request(client, session, ops.Act(self._number(client, session), name, member, call, command, time_s))
@@ -493,9 +510,12 @@ class History:
             self.apply(TimeOut(self.chance.choice([*self.clients, 999, -1]), self.chance.randint(1, 9)))
 
     def _lapse(self) -> None:
-        leases = [(one.serial, key) for one in self.state.sessions.values() for key in one.ttls]
+        leases = [
+            (one.serial, key, number) for one in self.state.sessions.values() for key, (_, number) in one.ttls.items()
+        ]
         if leases:
-            self.apply(Lapse(*self.chance.choice(leases)))
+            serial, key, number = self.chance.choice(leases)
+            self.apply(Lapse(serial, key, number - (self.chance.random() < 0.2)))  # some were overtaken
 
     def _fire(self) -> None:
         timers = [

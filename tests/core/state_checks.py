@@ -9,8 +9,9 @@ from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import Done
 from rallypoint.core.objects import Objects
 from rallypoint.core.records import Shared, Turn, Waiter, Want, Watch
-from rallypoint.core.session import PUSH_BYTES, Session, Visitor
+from rallypoint.core.session import PUSH_BYTES, Session
 from rallypoint.core.state import Namespace, State
+from rallypoint.core.visitor import Visitor
 
 __all__ = ["check_state"]
 
@@ -42,7 +43,7 @@ def check_engine(namespace: Namespace) -> None:
         + sum(len(key) + len(item) + ENTRY_BYTES for key, queue in engine._queues.items() for item in queue)
         + sum(len(one.prefix) + ENTRY_BYTES for one in held if isinstance(one, Watch))
         + sum(one.size + ENTRY_BYTES * len(one.keys) for one in waiters if not one.reads)
-        + sum(size for calls in namespace.objects._held.values() for size in calls.values())
+        + sum(one.size for calls in namespace.objects._held.values() for one in calls.values())
         + sum(late.size for late in namespace.objects._late.values())
     )
     assert engine.size == size, f"{engine.size} bytes are counted, and it has {size}"
@@ -66,23 +67,26 @@ def check_registered(engine: Engine, held: list[Any]) -> None:
     waiters = [one for one in held if isinstance(one, Waiter)]
     in_line = {(key, waiter) for key, line in engine._waiting.items() for waiter in line}
     elsewhere = (Want.COUNT, Want.CALL, Want.CLEARED)
-    assert in_line == {(one.keys[one.at], one) for one in waiters if one.want not in elsewhere}
+    assert in_line == {(one.key, one) for one in waiters if one.want not in elsewhere}
     gates = {(key, need, one) for key, gate in engine._gates.items() for need, line in gate.items() for one in line}
     assert gates == {(one.keys[0], one.need, one) for one in waiters if one.want is Want.COUNT}
-    assert set(engine.clearing) == {one for one in waiters if one.want is Want.CLEARED}
+    clearing = {one for one in waiters if one.want is Want.CLEARED}
+    assert {one for one in engine.clearing if isinstance(one, Waiter)} == clearing
     turns = {(key, turn) for key, turns in engine._turns.items() for turn in turns}
     assert turns == {(one.key, one) for one in held if isinstance(one, Turn)}
     watches = {(prefix, watch) for prefix, line in engine._watches.items() for watch in line}
     assert watches == {(one.prefix, one) for one in held if isinstance(one, Watch)}
-    assert engine._watched_lengths == Counter(map(len, engine._watches))
-    assert engine._watch_lengths == sorted(engine._watched_lengths)
+    assert engine._watches._of_length == Counter(map(len, engine._watches))
+    assert engine._watches.lengths == sorted(engine._watches._of_length)
+    seen = engine.statistics()
+    assert (seen.waiters, seen.watches) == (len(waiters), len(watches))
     for waiter in waiters:
         check_waits(engine, waiter)
 
 
 def check_waits(engine: Engine, waiter: Waiter) -> None:
     """Check that nobody waits for what is true."""
-    key = waiter.keys[waiter.at]
+    key = waiter.key
     if waiter.want is Want.KEYS:
         assert not engine.exists(key)
     elif waiter.want is Want.VALUES:
@@ -135,7 +139,10 @@ def check_holders(state: State, namespace: Namespace) -> None:
         else:
             assert isinstance(owner, Visitor) and set(mine) == {one for one in (owner.waiter, owner.turn) if one}
             assert not owner.holds or state.visitors.get(owner.serial) is owner
-    assert all(state.sessions.get(owner.serial) is owner for owner in engine._leased)  # type: ignore[attr-defined]
+    ended = {owner for owner in engine.clearing if not isinstance(owner, Waiter)}
+    assert ended <= set(engine._leased)
+    assert all(state.sessions.get(owner.serial) is owner for owner in set(engine._leased) - ended)  # type: ignore[attr-defined]
+    assert not any(owner.serial in state.sessions for owner in ended)  # type: ignore[attr-defined]
     tags = {session.tag for session in state.sessions.values() if session.namespace == namespace.id}
     away = {session.tag for session in state.sessions.values() if session.tag in tags and not session.attached}
     objects = namespace.objects

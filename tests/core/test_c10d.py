@@ -397,7 +397,7 @@ def test_byte_by_byte_costs_the_same_for_every_byte(kind: str) -> None:
         receive = table.people["a"].receive
         pieces = [Counted((byte,)) for byte in SLOW[kind](size)]
         Counted.copied = 0
-        lines = lines_run(lambda: [receive(piece, 0.0) for piece in pieces] and None)  # type: ignore[func-returns-value]
+        lines = lines_run(lambda: [receive(piece) for piece in pieces] and None)  # type: ignore[func-returns-value]
         assert Counted.copied <= 2 * len(pieces)
         return lines / len(pieces)
 
@@ -411,7 +411,7 @@ def test_one_that_waits_may_wake_many_at_the_same_cost_each() -> None:
         for name in names:
             table.feed(name, wait(name.encode()))
         messages = wait(b"/never") + b"".join(encode(Opcode.SET, name.encode(), b"") for name in names)
-        lines = lines_run(lambda: table.people["a"].receive(messages, 0.0) and None)
+        lines = lines_run(lambda: table.people["a"].receive(messages) and None)
         assert set(table.heard.values()) == {b"", TOLD}
         return lines / others
 
@@ -423,7 +423,7 @@ def test_a_large_message_in_pieces_is_copied_once() -> None:
     message = encode(Opcode.SET, b"k", b"v" * 4 * MIB)
     Counted.copied = 0
     for at in range(0, len(message), 65_536):
-        table.people["a"].receive(Counted(message[at : at + 65_536]), 0.0)
+        table.people["a"].receive(Counted(message[at : at + 65_536]))
     assert value_of(table.engine, b"k") == b"v" * 4 * MIB
     assert Counted.copied <= 1.1 * len(message)
 
@@ -437,12 +437,12 @@ def test_large_answers_are_given_a_part_at_a_time_and_in_order() -> None:
     for key, value in values.items():
         table.say("b", encode(Opcode.SET, key, value))
     a = table.people["a"]
-    parts = [a.receive(b"".join(encode(Opcode.GET, key) for key in values) + encode(Opcode.ADD, b"/n", 1) + PING, 0.0)]
+    parts = [a.receive(b"".join(encode(Opcode.GET, key) for key in values) + encode(Opcode.ADD, b"/n", 1) + PING)]
     assert a.blocked and a.held > 0
     assert value_of(table.engine, b"/n") is None, "what waits has been carried out"
     table.say("b", encode(Opcode.SET, b"/9", b"changed"))  # others go on meanwhile, and this is seen
     while a.blocked:
-        parts.append(a.receive(b"", 0.0))
+        parts.append(a.receive(b""))
     assert max(map(len, parts)) < 2 * REPLIES_BYTES and len(parts) > 2
     values[b"/9"] = b"changed"
     assert b"".join(parts) == b"".join(map(string, values.values())) + number(1) + PONG
@@ -456,16 +456,16 @@ def test_what_comes_while_answers_wait_keeps_its_place(piece: int) -> None:
     a, heard = table.people["a"], b""
     stream = b"".join(encode(Opcode.GET, b"/k") + encode(Opcode.ADD, b"/n", 1) for _ in range(20))
     for at in range(0, len(stream), piece):
-        heard += a.receive(stream[at : at + piece], 0.0)
+        heard += a.receive(stream[at : at + piece])
     while a.blocked:
-        heard += a.receive(b"", 0.0)
+        heard += a.receive(b"")
     assert heard == b"".join(string(b"v" * (REPLIES_BYTES + 1)) + number(n) for n in range(1, 21))
 
 
 def test_a_peer_may_leave_while_answers_wait() -> None:
     table = Table("a", "b")
     table.say("b", encode(Opcode.SET, b"/k", b"v" * REPLIES_BYTES * 2))
-    table.people["a"].receive(encode(Opcode.GET, b"/k") * 3 + encode(Opcode.SET, b"/late", b""), 0.0)
+    table.people["a"].receive(encode(Opcode.GET, b"/k") * 3 + encode(Opcode.SET, b"/late", b""))
     assert table.people["a"].blocked
     table.leave("a")
     assert table.say("b", encode(Opcode.GETNUMKEYS)) == number(1)

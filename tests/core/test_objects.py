@@ -34,7 +34,8 @@ class Host:
     """What a server does around its objects, its clock included. A session is named as its one member is: 0 or 1."""
 
     def __init__(self, max_bytes: int = 1 << 62) -> None:
-        self.engine = Engine(max_bytes)
+        self.engine = Engine()
+        self.engine.max_bytes = max_bytes
         self.objects = Objects(self.engine)
         self.deadlines = Deadlines()
 

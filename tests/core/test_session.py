@@ -44,7 +44,7 @@ class FakeServer:
     @property
     def deadlines(self) -> int:
         """How many deadlines the server keeps in mind."""
-        return len(self.real._deadlines)
+        return len(self.real.clock.deadlines)
 
     def tick(self, now: float) -> None:
         self.clock.advance(now)
@@ -418,10 +418,10 @@ def test_answers_wait_for_those_before_them_to_be_sent(link: Link, monkeypatch: 
     monkeypatch.setattr(native_connection, "REPLIES_BYTES", 10)
     requests = [ops.Set(1, b"/k", b"v" * 20), *(ops.Get(number, b"/k", 0.0) for number in range(2, 6))]
     handler = link.handler
-    link.inbox += handler.receive(b"".join(map(frame, requests)), 0.0)
+    link.inbox += handler.receive(b"".join(map(frame, requests)))
     assert handler.blocked and handler.held
     while handler.blocked:
-        link.inbox += handler.receive(b"", 0.0)
+        link.inbox += handler.receive(b"")
     assert [answer[0] for answer in link.read()] == [1, 2, 3, 4, 5]
     assert handler.held == 0
 

@@ -17,7 +17,6 @@ from rallypoint.core.entries import (
     Fire,
     GoOn,
     Lapse,
-    Open,
     OpenNamespace,
     Request,
     Start,
@@ -26,67 +25,14 @@ from rallypoint.core.entries import (
 )
 from rallypoint.core.gathering import Limits
 from rallypoint.core.machine import Done, Refused, Waiting
-from rallypoint.core.records import LATER, TimedOut, Turn
+from rallypoint.core.records import LATER, InternalError, TimedOut, Turn
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import fold, read, write
-from rallypoint.core.state import MAX_RESTARTS, InternalError, Namespace, OtherVersion, State
+from rallypoint.core.state import MAX_RESTARTS, Namespace, OtherVersion, State
 from rallypoint.errors import StoreFull
 
 from .fakes import items_of, value_of
-from .state_checks import check_state
-
-UNLIMITED = 1 << 62
-
-
-class Server:
-    """A state, and its log; each entry is checked to leave it sound, and readable from a snapshot."""
-
-    def __init__(self, sessions: int = 0, max_bytes: int = UNLIMITED, max_kept_bytes: int = UNLIMITED) -> None:
-        self.state = State()
-        self.log: list[bytes] = []
-        self.outputs: list[tuple[int, int, Any]] = []
-        self.start(max_bytes, max_kept_bytes)
-        for _ in range(sessions):
-            self.open()
-
-    def start(self, max_bytes: int = UNLIMITED, max_kept_bytes: int = UNLIMITED) -> None:
-        self.apply(Start(entries.VERSION, b"server", max_bytes, UNLIMITED, max_kept_bytes, UNLIMITED))
-
-    def open(self, former: list[bytes] | None = None, namespace: int = 0) -> Any:
-        return self.apply(Open(b"id %d" % (self.state.opened + 1), "", namespace, former or []))
-
-    @property
-    def engine(self) -> Any:
-        return self.state.namespaces[0].engine
-
-    @property
-    def objects(self) -> Any:
-        return self.state.namespaces[0].objects
-
-    def apply(self, entry: Entry) -> Any:
-        record = entries.encode(entry)
-        self.log.append(record)
-        answer = self.state.apply(entries.decode(record))
-        assert not isinstance(answer, InternalError), answer
-        self.outputs += [(owner.serial, number, later) for owner, number, later in self.state.take_outputs()]
-        check_state(self.state)
-        chunks = list(write(self.state))
-        assert list(write(read(chunks))) == chunks
-        return answer
-
-    def ask(self, session: int, op: ops.Op) -> Any:
-        return self.apply(Request(session, op))  # type: ignore[arg-type]
-
-    def visit(self, visitor: int, op: ops.Op) -> Any:
-        return self.apply(Visit(visitor, 0, op))  # type: ignore[arg-type]
-
-    def act(self, session: int, number: int, call: int, command: Any, member: str = "0", timeout_s: float = 9.0) -> Any:
-        return self.ask(session, ops.Act(number, b"/o", member, call, command, timeout_s))
-
-    def told(self) -> list[tuple[int, int, Any]]:
-        outputs, self.outputs = self.outputs, []
-        return outputs
-
+from .logged_state import Server
 
 # The log and the snapshot
 
@@ -124,7 +70,8 @@ def test_an_entry_that_fails_is_an_answer_and_the_state_goes_on() -> None:
     state = State()
     before = list(write(state))
     answer = state.apply(Fire(0, "no such kind", b"/o", 1))
-    assert isinstance(answer, InternalError) and "please report" in str(answer) and "no such kind" in str(answer)
+    assert isinstance(answer, InternalError) and "please report" in str(answer) and "KeyError in _fire" in str(answer)
+    assert "no such kind" in state.namespaces[0].engine.bugs[0], "the server logs more than it tells"
     assert list(write(state)) == before
 
 
@@ -150,8 +97,8 @@ def test_records_are_the_requests_as_they_came() -> None:
         TimeOut(9, 1),
         TimeOut(-9, 1),
         TimeOut(1, 9),
-        Lapse(9, b"/k"),
-        Lapse(1, b"/k"),
+        Lapse(9, b"/k", 1),
+        Lapse(1, b"/k", 1),
         Fire(0, "rendezvous", b"/o", 1),
         Fire(9, "rendezvous", b"/o", 1),
         GoOn(0),
@@ -402,7 +349,7 @@ def test_a_call_for_which_there_was_room_is_not_refused_half_way() -> None:
     server = Server(sessions=1)
     server.act(1, 1, 1, exchange.Give(2, 0, b"", "all_gather"), timeout_s=0.0)
     for spare in range(0, 700, 20):
-        server.state.limits.max_bytes = server.engine.max_bytes = server.engine.size + spare
+        server.state.set_limits(server.state.limits._replace(max_bytes=server.engine.size + spare))
         before = list(write(server.state))[1:]
         answer = server.act(1, 2, 2, exchange.Give(2, 0, b"x", "all_gather"))
         if answer is LATER:

@@ -65,7 +65,8 @@ class EngineScript:
     """An engine that takes its commands as lines of text. `new limit 500 slice 2` sets its limits."""
 
     def __init__(self, limit: int = 1 << 62, slice_keys: int = 1 << 62) -> None:
-        self.engine = Engine(limit, slice_keys=slice_keys)
+        self.engine = Engine(slice_keys)
+        self.engine.max_bytes = limit
         self.now = 0.0
         self.deadlines = Deadlines()
         self.who = [""]

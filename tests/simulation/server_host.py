@@ -26,9 +26,9 @@ from rallypoint.core.entries import Attach, Detach, End, Entry, Fire, Open, Requ
 from rallypoint.core.machine import Call, Command, Done, Machine, Refused, Waiting
 from rallypoint.core.objects import Objects
 from rallypoint.core.ops import Act, Confirm, Drop, Op
-from rallypoint.core.records import DONE, LATER, REFUSED, Status
+from rallypoint.core.records import DONE, LATER, REFUSED, InternalError, Status
 from rallypoint.core.snapshot import read, write
-from rallypoint.core.state import InternalError, State
+from rallypoint.core.state import State
 from rallypoint.protocol.native import encode_answer
 
 from .bytes_host import TIMED_OUT

@@ -42,14 +42,20 @@ class Deadlines:
         """Forget a deadline; harmless where there is none."""
         self._at.pop(key, None)
 
-    def due(self, now: float) -> list[Hashable]:
-        """Take out the deadlines that have passed, and return their keys, the earliest first."""
+    def due(self, now: float, most: int = 1 << 62) -> list[Hashable]:
+        """Take out deadlines that have passed, so many at most, and return their keys, the earliest first."""
         keys: list[Hashable] = []
         heap = self._heap
-        while heap and (heap[0][0] <= now or self._at.get(heap[0][2]) != heap[0][0]):
+        while heap and (heap[0][0] <= now or self._at.get(heap[0][2]) != heap[0][0]) and len(keys) < most:
             at, _, key = heapq.heappop(heap)
             if self._at.get(key) == at:
                 del self._at[key]
                 keys.append(key)
         self.earliest = heap[0][0] if heap else NEVER
         return keys
+
+    def delay(self, by: float) -> None:
+        """Move all deadlines, so much later."""
+        self._at = {key: at + by for key, at in self._at.items()}
+        self._heap = [(at + by, arrival, key) for at, arrival, key in self._heap]
+        self.earliest += by

@@ -16,8 +16,10 @@ Rules
 - `size` counts every byte of the state; a write past `max_bytes` is refused before anything changes. Reads that wait
   are no part of the state: a log does not have them, so `parked` counts them apart.
 - No operation costs more than what it names or returns: a wait is registered under one missing key, prefixes are
-  looked up in an ordered index, watches by the lengths of their prefixes, and `DeletePrefix` deletes `slice_keys` at a
-  time: the rest is a `Waiter` for which the host calls `go_on()`.
+  looked up in an ordered index, watches by the lengths of their prefixes, of which there are not many. `DeletePrefix`
+  and the leases of an owner that ends are deleted `slice_keys` at a time: the host calls `go_on()` for the rest.
+- What there is to deliver is bounded: a host that sets `relieve` is called when a change of many keys, under many
+  watches, has filled the outbox.
 
 A *turn* is for PyTorch's clients, which pop in two steps (wait for the queue, then pop): of many that wait, one is told
 per item, and nobody else is told of that item until it has popped, moved on, ended, or sat still for two sweeps.
@@ -29,15 +31,29 @@ Rejected: to register a wait under all of its keys. 100,000 keys took 60 ms, and
 from __future__ import annotations
 
 import re
-from bisect import insort
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Hashable, Sequence
-from itertools import chain
+from itertools import filterfalse, islice
 from typing import Any
 
 from rallypoint.core import ops
 from rallypoint.core.key_index import KeyIndex
-from rallypoint.core.records import Answer, Drawn, Event, Statistics, Swap, TimedOut, Turn, Waiter, Want, Watch, show
+from rallypoint.core.records import (
+    Answer,
+    Drawn,
+    Event,
+    InternalError,
+    Statistics,
+    Swap,
+    TimedOut,
+    Turn,
+    Waiter,
+    Want,
+    Watch,
+    internal_error,
+    show,
+)
+from rallypoint.core.watch_table import WatchTable
 from rallypoint.errors import LimitExceeded, NotAnInteger, StoreFull
 
 __all__ = ["ENTRY_BYTES", "EXECUTE", "Engine", "number_in"]
@@ -45,8 +61,17 @@ __all__ = ["ENTRY_BYTES", "EXECUTE", "Engine", "number_in"]
 ENTRY_BYTES = 120
 """What a key, a queue item or a waited-for key costs beside its own bytes; near enough for a limit."""
 
+OUTBOX_EVENTS = 4096
+"""How many events a change of many keys may leave in the outbox before `relieve` is called."""
+
+FEW = 8
+"""Up to how many keys a plain loop over them is faster than `map`."""
+
+MAX_BUGS = 64
+"""How many bugs are remembered until the host has logged them."""
+
 _INT64 = 1 << 63
-UNLIMITED = _INT64
+UNLIMITED = _INT64 - 1
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
 
 Handle = Waiter | Watch | Turn
@@ -56,11 +81,9 @@ Handle = Waiter | Watch | Turn
 class Engine:
     """A linearizable map from keys to bytes, with queues, counters, leases, watches and waits."""
 
-    def __init__(
-        self, max_bytes: int = UNLIMITED, max_value_bytes: int = UNLIMITED, slice_keys: int = UNLIMITED
-    ) -> None:
-        self.max_bytes = max_bytes
-        self.max_value_bytes = max_value_bytes
+    def __init__(self, slice_keys: int = UNLIMITED) -> None:
+        self.max_bytes = UNLIMITED
+        self.max_value_bytes = UNLIMITED
         """How far `Append` may grow a value."""
 
         self.slice_keys = slice_keys
@@ -68,8 +91,14 @@ class Engine:
         self.parked = 0
         self.revision = 0
         self.outbox: list[tuple[Waiter | Watch, Answer]] = []
-        self.clearing: dict[Waiter, None] = {}
-        """Deletions under way, the first first: `go_on` has to be called."""
+        self.relieve: Callable[[Engine], None] | None = None
+        """Called to empty the outbox in the middle of a large change, where a host has set it."""
+
+        self.clearing: dict[Hashable, None] = {}
+        """Deletions under way, the first first, for which `go_on` has to be called: waiters, and owners that ended."""
+
+        self.bugs: deque[str] = deque(maxlen=MAX_BUGS)
+        """Errors that should not have happened, for the host to log; no part of the state."""
 
         self._values: dict[bytes, bytes] = {}
         self._index = KeyIndex()
@@ -78,9 +107,9 @@ class Engine:
         self._waiting: dict[bytes, dict[Waiter, None]] = {}
         self._gates: dict[bytes, dict[int, dict[Waiter, None]]] = {}
         self._turns: dict[bytes, dict[Turn, None]] = {}
-        self._watches: dict[bytes, dict[Watch, None]] = {}
-        self._watched_lengths: Counter[int] = Counter()  # how many watched prefixes are how long
-        self._watch_lengths: list[int] = []  # the same lengths, in order
+        self._watches = WatchTable()
+        self._events = 0  # how many a change of many keys has left in the outbox
+        self._removals = 0  # how often a key or queue was deleted, so that a wait knows when to look at all again
         self._lessee: dict[bytes, Hashable] = {}
         self._leased: dict[Hashable, dict[bytes, None]] = {}
         self._held: dict[Hashable, dict[Handle, None]] = {}
@@ -94,11 +123,10 @@ class Engine:
 
     def missing(self, waiter: Waiter) -> tuple[bytes, ...]:
         """Return the keys that a wait still misses, each once."""
-        if waiter.want is Want.KEYS:
-            return tuple(key for key in dict.fromkeys(waiter.keys) if not self.exists(key))
-        if waiter.want is Want.VALUES:
-            return tuple(key for key in dict.fromkeys(waiter.keys) if key not in self._values)
-        return () if waiter.want is Want.CALL else tuple(waiter.keys)
+        if not waiter.reads:
+            return () if waiter.want is Want.CALL else tuple(waiter.keys)
+        missing = dict.fromkeys(filterfalse(self._values.__contains__, waiter.keys))
+        return tuple(missing if waiter.want is Want.VALUES else filterfalse(self._queues.__contains__, missing))
 
     def exists(self, key: bytes) -> bool:
         """Return whether there is a key or a queue of that name."""
@@ -128,22 +156,30 @@ class Engine:
     def put_all(self, pairs: Sequence[tuple[bytes, bytes]]) -> None:
         """Write all pairs as one change: either every one is written, or the store is full and none is."""
         changes = dict(pairs)
-        grown = 0
-        new = []
-        for key, value in changes.items():
-            old = self._values.get(key)
-            if old is None:
-                grown += len(key) + len(value) + ENTRY_BYTES
-                new.append(key)
-            else:
-                grown += len(value) - len(old)
+        values = self._values
+        self._events = 0
+        new = list(filterfalse(values.__contains__, changes))
+        grown = sum(map(len, new)) + ENTRY_BYTES * len(new) + sum(map(len, changes.values()))
+        if len(new) < len(changes):
+            grown -= sum(map(len, map(values.__getitem__, filter(values.__contains__, changes))))
         if changes:
             self._grow(pairs[0][0], grown)
-        for key in new:
-            self._index.add(key)
-        self._values.update(changes)
-        for key, value in changes.items():
-            self._changed(key, value, None)
+        self._index.add_all(new)
+        values.update(changes)
+        if self._watches:
+            for key, value in changes.items():
+                self._changed(key, value, None)
+                self._relieve()
+            return
+        self.revision += len(changes)
+        lessee, waiting, gates = self._lessee, self._waiting, self._gates
+        for key in changes if lessee or waiting or gates else ():
+            if key in lessee:
+                self._unbind(key)
+            if key in waiting:
+                self._wake(key)
+            if key in gates:
+                self._open(key)
 
     def remove(self, key: bytes) -> bool:
         """Delete a key, and return whether it was there. Queues are not touched."""
@@ -151,6 +187,7 @@ class Engine:
         if value is None:
             return False
         self._index.discard(key)
+        self._removals += 1
         self.size -= len(key) + len(value) + ENTRY_BYTES
         self.revision += 1
         if key in self._lessee:
@@ -230,13 +267,20 @@ class Engine:
         """Delete a key if it is still leased by this owner; return whether it was."""
         return self._lessee.get(key) == owner and self.remove(key)
 
-    def leases(self, owner: Hashable) -> list[bytes]:
-        """List the keys that an owner leases."""
-        return list(self._leased.get(owner, ()))
+    def leases(self, owner: Hashable, limit: int) -> list[bytes]:
+        """List the first keys that an owner leases."""
+        return list(islice(self._leased.get(owner, ()), limit))
 
-    def _check(self, op: ops.Check, owner: Hashable) -> bool:
-        values, queues = self._values, self._queues
-        for key in op.keys:  # noqa: SIM110 - a generator costs more than the look-up
+    def lessee(self, key: bytes) -> Hashable:
+        """Return who leases a key, or None."""
+        return self._lessee.get(key)
+
+    def _check(self, op: ops.Check | ops.Wait, owner: Hashable) -> bool:
+        values, queues, keys = self._values, self._queues, op.keys
+        if len(keys) > FEW:
+            here = values.__contains__
+            return all(map(here, keys)) or all(map(queues.__contains__, filterfalse(here, keys)))
+        for key in keys:  # noqa: SIM110 - a generator costs more than the look-up
             if key not in values and key not in queues:
                 return False
         return True
@@ -251,8 +295,7 @@ class Engine:
         return self._values.get(op.key)
 
     def _multi_peek(self, op: ops.MultiPeek, owner: Hashable) -> list[bytes | None]:
-        get = self._values.get
-        return [get(key) for key in op.keys]
+        return list(map(self._values.get, op.keys))
 
     def _ping(self, op: ops.Ping, owner: Hashable) -> None:
         return None
@@ -287,9 +330,13 @@ class Engine:
         self.size -= len(key) + len(item) + ENTRY_BYTES
         self.revision += 1
         if not queue:
-            del self._queues[key]
-            self._queue_index.discard(key)
+            self._remove_queue(key)
         return item
+
+    def _remove_queue(self, key: bytes) -> None:
+        del self._queues[key]
+        self._queue_index.discard(key)
+        self._removals += 1
 
     def _push(self, op: ops.Push, owner: Hashable) -> None:
         self.push(op.key, op.value)
@@ -315,17 +362,15 @@ class Engine:
 
     def _multi_get(self, op: ops.MultiGet, owner: Hashable) -> Any:
         values, keys = self._values, op.keys
-        for at, key in enumerate(keys):
-            if key not in values:
-                return self._wait(Waiter(Want.VALUES, keys, owner, op.number, at), op.timeout_s)
-        return [values[key] for key in keys]
+        found = list(map(values.get, keys))
+        if all(found) or None not in found:
+            return found
+        return self._wait(Waiter(Want.VALUES, keys, owner, op.number), op.timeout_s)
 
     def _await_keys(self, op: ops.Wait, owner: Hashable) -> Any:
-        values, queues, keys = self._values, self._queues, op.keys
-        for at, key in enumerate(keys):
-            if key not in values and key not in queues:
-                return self._wait(Waiter(Want.KEYS, keys, owner, op.number, at), op.timeout_s)
-        return None
+        if self._check(op, owner):
+            return None
+        return self._wait(Waiter(Want.KEYS, op.keys, owner, op.number), op.timeout_s)
 
     def _take(self, op: ops.Take, owner: Hashable) -> Any:
         if self._spare(op.key):
@@ -361,24 +406,12 @@ class Engine:
 
     def watch(self, prefix: bytes, owner: Hashable, number: int) -> Watch:
         """Deliver every change of a key that starts with the prefix, from now on, until dropped."""
+        self._watches.check_room(prefix)
         self._grow(prefix, len(prefix) + ENTRY_BYTES)
         watch = Watch(prefix, owner, number)
-        self._register_watch(watch)
-        return watch
-
-    def _register_watch(self, watch: Watch) -> None:
-        prefix = watch.prefix
-        if prefix not in self._watches:
-            self._watches[prefix] = {}
-            self.count_watched(len(prefix))
-        self._watches[prefix][watch] = None
+        self._watches.add(watch)
         self._hold(watch)
-
-    def count_watched(self, length: int) -> None:
-        """Count one more watched prefix of a length."""
-        if length not in self._watched_lengths:
-            insort(self._watch_lengths, length)
-        self._watched_lengths[length] += 1
+        return watch
 
     def _wait(self, waiter: Waiter, timeout_s: float) -> Waiter | TimedOut:
         """Let a wait without effects begin, unless it has no time."""
@@ -398,18 +431,23 @@ class Engine:
         return self._park(waiter)
 
     def go_on(self) -> None:
-        """Delete another slice for the first `DeletePrefix` under way."""
-        waiter = next(iter(self.clearing), None)
-        if waiter is not None and self._clear_slice(waiter):
-            del self.clearing[waiter]
-            self._answer(waiter, waiter.done)
+        """Delete another slice for the first deletion under way."""
+        first = next(iter(self.clearing), None)
+        if isinstance(first, Waiter):
+            if self._clear_slice(first):
+                del self.clearing[first]
+                self._answer(first, first.done)
+        elif self.clearing and self._end_leases(first):
+            del self.clearing[first]
 
     def _clear_slice(self, waiter: Waiter) -> bool:
         """Delete some keys and queues of a prefix; return whether none are left."""
         prefix, room = waiter.keys[0], self.slice_keys
+        self._events = 0
         keys = self._index.first(prefix, room)
         for key in keys:
             self.remove(key)
+            self._relieve()
         room -= len(keys)
         for key in self._queue_index.first(prefix, room):
             if room <= 0:
@@ -419,8 +457,7 @@ class Engine:
                 self.size -= len(key) + len(queue.popleft()) + ENTRY_BYTES
                 room -= 1
             if not queue:
-                del self._queues[key]
-                self._queue_index.discard(key)
+                self._remove_queue(key)
                 self.revision += 1
                 waiter.done += 1
         waiter.done += len(keys)
@@ -449,7 +486,8 @@ class Engine:
 
     def take(self) -> list[tuple[Waiter | Watch, Answer]]:
         """Return what is to be delivered since the last call, in order."""
-        out, self.outbox = self.outbox, []
+        out = self.outbox.copy()
+        self.outbox.clear()
         return out
 
     def expire(self, waiter: Waiter) -> TimedOut | None:
@@ -470,24 +508,14 @@ class Engine:
             if held.arrived and self._count_of(held.keys[0]) > 0:
                 self._add(ops.Add(0, held.keys[0], -1), None)
         elif isinstance(held, Watch):
-            self._forget_watch(held)
+            self.size -= len(held.prefix) + ENTRY_BYTES
+            self._watches.discard(held)
         else:
             self._turns[held.key].pop(held)
             if not self._turns[held.key]:
                 del self._turns[held.key]
             if held.key in self._waiting:
                 self._wake(held.key)
-
-    def _forget_watch(self, watch: Watch) -> None:
-        prefix = watch.prefix
-        self.size -= len(prefix) + ENTRY_BYTES
-        self._watches[prefix].pop(watch)
-        if not self._watches[prefix]:
-            del self._watches[prefix]
-            self._watched_lengths[len(prefix)] -= 1
-            if not self._watched_lengths[len(prefix)]:
-                del self._watched_lengths[len(prefix)]
-                self._watch_lengths.remove(len(prefix))
 
     def idle_turns(self) -> list[Turn]:
         """Return the turns that were already there at the last call, which nobody seems to use."""
@@ -498,20 +526,37 @@ class Engine:
         return idle
 
     def end(self, owner: Hashable) -> None:
-        """Drop everything an owner holds: its waits, watches and turns unanswered, its leased keys deleted."""
-        for held in sorted(self._held.get(owner, ()), key=lambda held: (Watch, Waiter, Turn).index(type(held))):
-            self.drop(held)  # turns last, for they go to whoever waits next, and that is not this owner
-        for key in list(self._leased.get(owner, ())):
+        """Drop everything an owner holds: its waits, watches and turns unanswered, its leased keys deleted.
+
+        Where the keys are many, the rest of them is deleted by `go_on`; until then they stay leased by the owner.
+        """
+        for kind in (Watch, Waiter, Turn):  # turns last: they go to whoever waits next, and that is not this owner
+            for held in [held for held in self._held.get(owner, ()) if held.__class__ is kind]:
+                self.drop(held)
+        if not self._end_leases(owner):
+            self.clearing[owner] = None
+
+    def _end_leases(self, owner: Hashable) -> bool:
+        """Delete some of the keys that an owner leases; return whether none are left."""
+        self._events = 0
+        for key in self.leases(owner, self.slice_keys):
             self.remove(key)
+            self._relieve()
+        return owner not in self._leased
+
+    def note_bug(self, error: Exception, doing: str) -> InternalError:
+        """Remember an error that should not have happened, for the host; return what to tell the client."""
+        answer = internal_error(error, doing)
+        self.bugs.append(f"{answer}: {error!r:.500}")
+        return answer
 
     def statistics(self) -> Statistics:
         """Count what is held now."""
-        held = [thing for things in self._held.values() for thing in things]
         return Statistics(
             keys=len(self._values),
             queues=len(self._queues),
-            waiters=sum(isinstance(thing, Waiter) for thing in held),
-            watches=sum(isinstance(thing, Watch) for thing in held),
+            waiters=sum(map(len, self._held.values())) - self._watches.count - sum(map(len, self._turns.values())),
+            watches=self._watches.count,
             leased_keys=len(self._lessee),
             size=self.size + self.parked,
             revision=self.revision,
@@ -549,10 +594,17 @@ class Engine:
 
     def _publish(self, key: bytes, value: bytes | None) -> None:
         event = Event(self.revision, key, value)
-        for length in self._watch_lengths:
-            watches = self._watches.get(key[:length]) if length <= len(key) else None
-            if watches is not None:
-                self.outbox.extend((watch, event) for watch in watches)
+        watches = self._watches.of(key)
+        self._events += len(watches)
+        self.outbox.extend([(watch, event) for watch in watches])
+
+    def _relieve(self) -> None:
+        """In the middle of a large change, have its events delivered where they are many."""
+        if self._events > OUTBOX_EVENTS and self.relieve is not None:
+            self._events = 0
+            last = self.outbox.pop()  # it stays, so that the host, which looks at the outbox after a change, delivers
+            self.relieve(self)
+            self.outbox.append(last)
 
     def _hold(self, held: Handle) -> None:
         self._held.setdefault(held.owner, {})[held] = None
@@ -585,7 +637,11 @@ class Engine:
         if waiter.want is Want.COUNT:
             self._gates.setdefault(waiter.keys[0], {}).setdefault(waiter.need, {})[waiter] = None
         elif waiter.want is not Want.CALL and waiter.want is not Want.CLEARED:
-            self._waiting.setdefault(waiter.keys[waiter.at], {})[waiter] = None
+            if len(waiter.keys) > 1:
+                missing = self._look(waiter)
+                assert missing is not None, "nobody waits for what is there"
+                waiter.key = missing
+            self._waiting.setdefault(waiter.key, {})[waiter] = None
         self._hold(waiter)
 
     def _unpark(self, waiter: Waiter) -> None:
@@ -607,11 +663,10 @@ class Engine:
             self._unregister(waiter)
 
     def _unregister(self, waiter: Waiter) -> None:
-        key = waiter.keys[waiter.at]
-        waiters = self._waiting[key]
+        waiters = self._waiting[waiter.key]
         del waiters[waiter]
         if not waiters:
-            del self._waiting[key]
+            del self._waiting[waiter.key]
 
     def _answer(self, waiter: Waiter, answer: Answer) -> None:
         self._release(waiter)
@@ -626,8 +681,8 @@ class Engine:
                     continue
                 if self._still_missing(waiter):
                     continue
-                values = self._values
-                self._answer(waiter, [values[key] for key in waiter.keys] if waiter.want is Want.VALUES else None)
+                found = map(self._values.__getitem__, waiter.keys)
+                self._answer(waiter, list(found) if waiter.want is Want.VALUES else None)
             elif waiter.want is Want.TURN and key in self._values:
                 self._answer(waiter, None)
             elif self._spare(key):
@@ -639,17 +694,34 @@ class Engine:
     def _still_missing(self, waiter: Waiter) -> bool:
         """After the key that a read waits for has come: register it under another that is missing, if there is one.
 
-        Begins behind the key that came, and then looks at those before it, which may have vanished since.
+        Goes on behind the key that came. At the end of the list it looks at all again, if one may have vanished since.
         """
-        keys, values = waiter.keys, self._values
+        key = self._next_missing(waiter)
+        if key is None and waiter.removals != self._removals:
+            key = self._look(waiter)
+        if key is None:
+            return False
+        self._unregister(waiter)
+        waiter.key = key
+        self._waiting.setdefault(key, {})[waiter] = None
+        return True
+
+    def _look(self, waiter: Waiter) -> bytes | None:
+        """Look at all keys that a read waits for, and return the first that is missing.
+
+        The others that are missing are gathered now, so that those that are here are not looked at again.
+        """
+        contains = self._values.__contains__
+        waiter.removals = self._removals
+        waiter.rest = filterfalse(contains, list(filterfalse(contains, waiter.keys)))
+        return self._next_missing(waiter)
+
+    def _next_missing(self, waiter: Waiter) -> bytes | None:
         queues: Any = () if waiter.want is Want.VALUES else self._queues
-        for at in chain(range(waiter.at, len(keys)), range(waiter.at)):
-            if keys[at] not in values and keys[at] not in queues:
-                self._unregister(waiter)
-                waiter.at = at
-                self._waiting.setdefault(keys[at], {})[waiter] = None
-                return True
-        return False
+        for key in waiter.rest:
+            if key not in queues:
+                return key
+        return None
 
     def _open(self, key: bytes) -> None:
         """After a barrier's count has changed: let through those for whom it is enough."""

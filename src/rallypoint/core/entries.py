@@ -107,10 +107,11 @@ class TimeOut(Entry, tag=7):
 
 
 class Lapse(Entry, tag=8):
-    """The heartbeat of a lease has stopped."""
+    """The heartbeat of a lease, asked for by the request of that number, has stopped."""
 
     session: int
     key: bytes
+    number: int
 
 
 class Fire(Entry, tag=9):
@@ -123,7 +124,7 @@ class Fire(Entry, tag=9):
 
 
 class GoOn(Entry, tag=10):
-    """A `DeletePrefix` that is under way deletes another slice."""
+    """A deletion that is under way, by prefix or of an ended session's leases, deletes another slice."""
 
     namespace: int
 

@@ -16,23 +16,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any, NamedTuple
 
-import msgspec
-
 from rallypoint.core.doubts import Doubts
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
-from rallypoint.core.records import Shared, Waiter
+from rallypoint.core.records import Waiter, show
+from rallypoint.core.shared_answer import Encoded, as_shared, encode_once
 
-__all__ = ["Objects", "Pending"]
+__all__ = ["Counted", "Objects", "Pending"]
 
 MAX_IDLE = 256
 """How many machines are remembered though they are idle."""
 
 MAX_IDLE_BYTES = 16 * 1024 * 1024
 """How much they may keep: the ranks of one run of as many nodes as there may be."""
-
-SHARED_BYTES = 1024
-"""From what size on an answer that many get is kept once for all; what is shorter costs more that way."""
 
 Place = tuple[type[Machine], bytes]
 Held = tuple[Place, str]
@@ -45,6 +41,13 @@ class Pending(NamedTuple):
     call: Call
     command: Command
     waiter: Waiter
+
+
+class Counted(NamedTuple):
+    """A call that a machine may keep something of: how many bytes are counted for it, and whose call it is."""
+
+    size: int
+    member: str
 
 
 class _Late:
@@ -67,7 +70,7 @@ class Objects:
         self._engine = engine
         self._machines: dict[Place, Machine] = {}
         self._pending: dict[Held, Pending] = {}
-        self._held: dict[str, dict[Held, int]] = {}
+        self._held: dict[str, dict[Held, Counted]] = {}
         self._late: dict[Place, _Late] = {}
         self._latecomers: dict[str, dict[Held, None]] = {}
         self.timers: dict[Place, tuple[int, float]] = {}
@@ -84,13 +87,14 @@ class Objects:
         machine = self._machines.get(place) or command.machine()
         if isinstance(command, Undo):
             held = (place, f"{call.session}/{command.call}")
-            self.doubts.settle(held)
-            undone = self._pending.pop(held, None)
-            if undone is not None:
-                self._engine.answer_call(undone.waiter, Refused("Undone", {}))
+            self._answer(held, Refused("Undone", {}))
         else:
             held = (place, call.id)
-            self._make_room(held, machine, call, command)
+            counted = self._held.get(call.session, {}).get(held)
+            if counted is None:
+                self._make_room(held, call, command)
+            elif counted.member != call.member:
+                return _used_by_another(call, counted.member)
         if self._late:
             self._looked(held)
         if self._idle:
@@ -101,13 +105,14 @@ class Objects:
             freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
             outcome = self._follow_up(place, machine, step, freed)
             if isinstance(outcome, (Done, Refused)):
-                if held in self._pending and not machine.keeps(held[1]):
-                    self.doubts.settle(held)
-                    self._look_again(held, "the same call was made again, and is over")
+                if not machine.keeps(held[1]):
+                    self._answer(held, Waiting("the same call was made again, and is over"))
                 return outcome
         waiter = self._engine.park_call(name, owner, number)
-        self._look_again(held, "the same call was made again, and waits in its place")
+        earlier = self._pending.get(held)
         self._pending[held] = waiter.call = Pending(call, command, waiter)
+        if earlier is not None:
+            self._engine.answer_call(earlier.waiter, Waiting("the same call was made again, and waits in its place"))
         return waiter
 
     def why(self, waiter: Waiter) -> Waiting:
@@ -121,24 +126,22 @@ class Objects:
         """Note that the wait of a call was given up; say why it waited, if because of a doubt."""
         call, command, _ = waiter.call
         held = ((command.machine, waiter.keys[0]), call.id)
-        if self._pending.get(held) is not waiter.call:
-            return None
-        del self._pending[held]
-        return self.doubts.settle(held)
+        return self._unpend(held)[1] if self._pending.get(held) is waiter.call else None
 
     def back(self, session: str) -> None:
         """Note that a session has a connection again, or has ended: calls that are in doubt look again."""
         self.doubts.over(session)
         for held in self.doubts:
-            self._engine.answer_call(self._pending.pop(held).waiter, self.doubts.settle(held))
+            pending, doubt = self._unpend(held)
+            if pending is not None:
+                self._engine.answer_call(pending.waiter, doubt)
 
     def end(self, session: str) -> None:
-        """Tell all machines that a session has ended."""
+        """Tell all machines that a session has ended; a bug in one of them is not the others'."""
         held = self._held.pop(session, {})
-        for held_call, size in held.items():
-            self._engine.charge(b"", -size)
-            self._pending.pop(held_call, None)
-            self.doubts.settle(held_call)
+        for held_call, counted in held.items():
+            self._engine.charge(b"", -counted.size)
+            self._unpend(held_call)
         places = dict.fromkeys(place for place, _ in held)
         for late in list(self._latecomers.get(session, ())):
             places[late[0]] = None
@@ -146,7 +149,10 @@ class Objects:
         for place in places:
             machine = self._machines.get(place)
             if machine is not None:
-                self._follow_up(place, machine, machine.lost(session, self._engine.revision + 1))
+                try:
+                    self._follow_up(place, machine, machine.lost(session, self._engine.revision + 1))
+                except Exception as error:
+                    self._engine.note_bug(error, f"the end of a session, at {machine.kind} {show(place[1])}")
         self.back(session)
 
     def statistics(self) -> dict[str, int]:
@@ -170,8 +176,8 @@ class Objects:
             self._engine.revision += 1
         for call in step.dropped:
             self._settle((place, call.id), machine, call.session)
-            self._look_again((place, call.id), "a later call of the same process has its place")
-        encoded: _Encoded = {}
+            self._answer((place, call.id), Waiting("a later call of the same process has its place"))
+        encoded: Encoded = {}
         for call in step.woken:
             held = (place, call.id)
             pending = self._pending.get(held)
@@ -180,24 +186,28 @@ class Objects:
                 outcome = step.told or machine.apply(call, pending.command, self._engine.revision + 1).outcome
             freed += self._settle(held, machine, call.session)  # after its look, by which it may have come again
             if pending is None:
-                self._comes_late(held, call.session)
+                self.come_late(held, call.session)
             elif isinstance(outcome, (Done, Refused)):
-                del self._pending[held]
-                if not self._engine.answer_call(pending.waiter, _encoded_once(outcome, encoded)):
-                    self._comes_late(held, call.session)  # its deadline passed a moment ago, and it looks again
+                self._unpend(held)
+                if not self._engine.answer_call(pending.waiter, encode_once(outcome, encoded)):
+                    self.come_late(held, call.session)  # its deadline passed a moment ago, and it looks again
         if self._late and place in self._late:
             self._count_late(place, freed)
         elif machine.idle:
             self._put_away(place, machine)
         if machine.alarm != self.timers.get(place):
             self._set_timer(place, machine.alarm)
-        return _shared(step.outcome, encoded) if encoded else step.outcome
+        return as_shared(step.outcome, encoded) if encoded else step.outcome
 
-    def _look_again(self, held: Held, why: str) -> None:
-        """Let a call that waits hear that it has no place any more, if there is one: it may look again."""
-        pending = self._pending.pop(held, None)
+    def _answer(self, held: Held, answer: Refused | Waiting) -> None:
+        """End the wait of a call, if it waits; on `Waiting` it looks again."""
+        pending, _ = self._unpend(held)
         if pending is not None:
-            self._engine.answer_call(pending.waiter, Waiting(why))
+            self._engine.answer_call(pending.waiter, answer)
+
+    def _unpend(self, held: Held) -> tuple[Pending | None, Waiting | None]:
+        """Let a call wait no more, and be in doubt no more; return its wait, and why it was in doubt."""
+        return self._pending.pop(held, None), self.doubts.settle(held)
 
     def _put_away(self, place: Place, machine: Machine) -> None:
         """Drop an idle machine; of those that should last, drop those that have been idle the longest."""
@@ -228,12 +238,12 @@ class Objects:
         self._engine.size += size - late.size  # it is here, so it is too late to refuse it
         late.size = size
 
-    def restore_late(self, place: Place, calls: list[str], round_bytes: int, size: int) -> None:
-        """Put back, from a snapshot, the calls that have yet to look; what is counted for them is counted already."""
+    def restore_late(self, place: Place, round_bytes: int, size: int) -> None:
+        """Put back, from a snapshot, what is counted for calls that have yet to look; it is counted already."""
         late = self._late[place] = _Late()
-        late.calls, late.round, late.size = dict.fromkeys(calls), round_bytes, size
+        late.round, late.size = round_bytes, size
 
-    def _comes_late(self, held: Held, session: str) -> None:
+    def come_late(self, held: Held, session: str) -> None:
         """Note that a call, which does not wait at this moment, has yet to look how its wait ended."""
         self._late.setdefault(held[0], _Late()).calls[held[1]] = None
         self._latecomers.setdefault(session, {})[held] = None
@@ -253,48 +263,29 @@ class Objects:
             self._engine.size -= late.size
             del self._late[place]
 
-    def _make_room(self, held: Held, machine: Machine, call: Call, command: Command) -> None:
+    def _make_room(self, held: Held, call: Call, command: Command) -> None:
         """Count what a call will make the machine keep; refuse it, before anything changes, where the store is full."""
-        (_, name), call_id = held
+        name = held[0][1]
         parked = len(name) + ENTRY_BYTES
-        counted = machine.keeps(call_id) or held in self._held.get(call.session, ())
-        size = 0 if counted else parked + len(call.member) + command.weight + ENTRY_BYTES
+        size = parked + len(call.member) + command.weight + ENTRY_BYTES
         self._engine.charge(name, size, parked)  # the latter is needed if it has to wait
-        if size:
-            self._held.setdefault(call.session, {})[held] = size
+        self._held.setdefault(call.session, {})[held] = Counted(size, call.member)
 
     def _settle(self, held: Held, machine: Machine, session: str) -> int:
         """Stop counting a call of which the machine keeps nothing; return how much that was."""
         theirs = self._held.get(session)
         if theirs is None or held not in theirs or machine.keeps(held[1]):
             return 0
-        freed = theirs.pop(held)
+        freed = theirs.pop(held).size
         self._engine.charge(b"", -freed)
         if not theirs:
             del self._held[session]
         return freed
 
 
-_Encoded = dict[int, tuple[Any, msgspec.Raw | Shared]]
-"""Answers by their id, and what they are encoded: the answer is kept, so that its id is no other's."""
-
-
-def _encoded_once(outcome: Done | Refused, encoded: _Encoded) -> Done | Refused:
-    """Encode what many get only once."""
-    if not isinstance(outcome, Done) or not isinstance(outcome.answer, (list, bytes)):
-        return outcome
-    if id(outcome.answer) not in encoded:
-        data = _encode(outcome.answer)
-        encoded[id(outcome.answer)] = outcome.answer, Shared(data) if len(data) >= SHARED_BYTES else msgspec.Raw(data)
-    return Done(encoded[id(outcome.answer)][1])
-
-
-def _shared(outcome: Outcome, encoded: _Encoded) -> Outcome:
-    """Return an outcome as others get it too, if they do and it is large."""
-    if not isinstance(outcome, Done) or id(outcome.answer) not in encoded:
-        return outcome
-    answer = encoded[id(outcome.answer)][1]
-    return Done(answer) if isinstance(answer, Shared) else outcome
-
-
-_encode = msgspec.msgpack.Encoder().encode
+def _used_by_another(call: Call, member: str) -> Refused:
+    """Refuse a call whose number is that of another member's call, which is not over."""
+    other = f"{member}, in the same session"
+    return Refused(
+        "Disagreement", {"what": f"call {call.number}", "mine": call.member, "theirs": member, "other": other}
+    )

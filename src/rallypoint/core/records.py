@@ -6,7 +6,7 @@ are named by their owner and their number, which is that of the operation that m
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
@@ -18,6 +18,7 @@ __all__ = [
     "Answer",
     "Drawn",
     "Event",
+    "InternalError",
     "Packed",
     "Push",
     "Shared",
@@ -29,6 +30,7 @@ __all__ = [
     "Want",
     "Waiter",
     "Watch",
+    "internal_error",
     "pack",
     "show",
     "weigh",
@@ -38,6 +40,24 @@ __all__ = [
 def show(key: bytes) -> str:
     """Return a key as text for people."""
     return key.decode("utf-8", "backslashreplace")
+
+
+class InternalError(StoreError):
+    """A request or an entry could not be carried out, because of a bug."""
+
+    why: str
+
+    def __init__(self, *, why: str) -> None:
+        super().__init__(f"internal error of the server, please report it: {why}", why=why)
+
+
+def internal_error(error: Exception, doing: str) -> InternalError:
+    """Return what to answer after a bug: the same words at every replay, so without what an error's own may have."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = "" if trace is None else f" in {trace.tb_frame.f_code.co_name}"
+    return InternalError(why=f"{type(error).__name__}{where}, during {doing}")
 
 
 class Status:
@@ -103,17 +123,20 @@ class Want(Enum):
 class Waiter:
     """One request that waits, compared by identity.
 
-    `at` is where in `keys` the missing key stands that it is registered under; `arrived`: a barrier has counted it.
+    `key` is the missing key that it is registered under, and `rest` has the next ones, of which some may have come
+    since it was made, when there were so many `removals`; `arrived`: a barrier has counted it.
     """
 
-    __slots__ = ("arrived", "at", "call", "done", "keys", "need", "number", "owner", "want")
+    __slots__ = ("arrived", "call", "done", "key", "keys", "need", "number", "owner", "removals", "rest", "want")
 
-    def __init__(self, want: Want, keys: Sequence[bytes], owner: Hashable, number: int, at: int = 0) -> None:
+    def __init__(self, want: Want, keys: Sequence[bytes], owner: Hashable, number: int) -> None:
         self.want = want
         self.keys = keys
         self.owner = owner
         self.number = number
-        self.at = at
+        self.key = keys[0]
+        self.rest: Iterator[bytes] = iter(())
+        self.removals = 0
         self.need = 0
         self.arrived = False
         self.done = 0

@@ -1,6 +1,6 @@
-"""The owners in the state: sessions, which outlive connections, and visitors, which are one connection each.
+"""Sessions: native clients, as owners in the state, which outlive connections. (PyTorch's are in `core/visitor.py`.)
 
-A `Session` is a native client. It is *attached* while a connection carries it, detached in the grace after a cut, and
+A session is *attached* while a connection carries it, detached in the grace after a cut, and
 over when a host ends it or the client says bye; then the engine drops all it owned.
 
 Exactly once: the answer of every request that changes something is kept until the client confirms it. A number that
@@ -8,17 +8,15 @@ was seen before is a repetition: it gets the kept answer, or none yet if it stil
 they run again. Pushes are numbered and kept until seen. Both are bounded by a `ReplyBudget`: a client that confirms
 nothing is `overdue`, and has to go. What the ranks of an exchange get is kept once for all of them, and counted once.
 
-A `Visitor` is a PyTorch client, which has no session: it waits for one thing at most, holds one turn at most, and ends
-with its connection.
-
-Both `execute` an operation and return its answer, or `LATER`; what the engine answers later goes through `answer`.
-Neither knows bytes, clocks or connections; `link` is the host's own, and no part of the state.
+`execute` carries out an operation and returns its answer, or `LATER`; what the engine answers later goes through
+`answer`. A session knows no bytes, clocks or connections; `link` is the host's own, and no part of the state.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import chain, islice
 from typing import Any
 
 from rallypoint.core import ops
@@ -28,10 +26,16 @@ from rallypoint.core.objects import Objects
 from rallypoint.core.records import LATER, Event, Push, Shared, Turn, Waiter, Want, Watch, show, weigh
 from rallypoint.errors import LimitExceeded, StoreError
 
-__all__ = ["MAX_KEPT", "MAX_PUSHES", "ReplyBudget", "Session", "Visitor"]
+__all__ = ["MAX_KEPT", "MAX_PUSHES", "SHOWN", "ReplyBudget", "Session"]
 
 MAX_KEPT, MAX_PUSHES = 8192, 131_072
 """How many answers, and how many pushes, a session may leave unconfirmed; a `ReplyBudget` counts their bytes."""
+
+MAX_WATCHES = 65_536
+"""How many watches a session may have: to end them all takes some ten milliseconds."""
+
+SHOWN = 100
+"""How many of its keys a session names to people."""
 
 SHARE = 64
 """When all together keep too much, those go first that keep more than this part of it."""
@@ -151,8 +155,8 @@ class Session:
         self.taken: dict[int, tuple[bytes, bytes]] = {}
         self.pushes: deque[Push] = deque()
         self.pushed = 0
-        self.ttls: dict[bytes, float] = {}
-        """The leased keys that end without heartbeats, and after how many seconds."""
+        self.ttls: dict[bytes, tuple[float, int]] = {}
+        """The leased keys that end without heartbeats: after how many seconds, and the number of their `Lease`."""
 
         self._kept_bytes = 0
         self._engine, self._objects, self._budget = engine, objects, budget
@@ -168,13 +172,13 @@ class Session:
 
     @property
     def leases(self) -> list[bytes]:
-        """The keys that vanish with this session."""
-        return self._engine.leases(self)
+        """The first of the keys that vanish with this session."""
+        return self._engine.leases(self, SHOWN)
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
-        """The keys that requests of this session wait for."""
-        return tuple(key for waiter in self.waiting.values() for key in waiter.keys)
+        """The first of the keys that requests of this session wait for."""
+        return tuple(islice(chain.from_iterable(waiter.keys for waiter in self.waiting.values()), SHOWN))
 
     def knows(self, number: int) -> bool:
         """Return whether a request was seen before and its answer is not confirmed yet."""
@@ -207,6 +211,10 @@ class Session:
             answer = EXECUTE[kind](self._engine, op, self) if special is None else special(self, op)
         except StoreError as error:
             answer = error
+        except MemoryError:
+            raise
+        except Exception as error:  # the same at every replay, so it is an answer as any other
+            answer = self._engine.note_bug(error, kind.__name__)
         if answer.__class__ is Waiter:
             self.waiting[number] = answer
             return LATER
@@ -254,15 +262,16 @@ class Session:
         if turn is not None:
             self._engine.drop(turn)
 
-    def lapse(self, key: bytes) -> None:
-        """Give up a lease whose heartbeat stopped."""
-        if self.ttls.pop(key, None) is not None:
+    def lapse(self, key: bytes, number: int) -> None:
+        """Give up a lease whose heartbeat stopped, unless it was asked for anew since."""
+        if key in self.ttls and self.ttls[key][1] == number:
+            del self.ttls[key]
             self._engine.unlease(key, self)
 
     def live_ttls(self) -> dict[bytes, float]:
         """Return the leases that need heartbeats, without those that were deleted or written by others."""
-        leased = dict.fromkeys(self.leases)
-        return {key: ttl_s for key, ttl_s in self.ttls.items() if key in leased}
+        lessee = self._engine.lessee
+        return {key: ttl_s for key, (ttl_s, _) in self.ttls.items() if lessee(key) is self}
 
     def detach(self) -> None:
         """While the client is away, let others have the items that it waits for; it asks again when it comes back."""
@@ -312,8 +321,16 @@ class Session:
         self.pushed += 1
         push = Push(self.pushed, watch, event)
         self.keep_push(push)
-        self.over = bool(self.overdue)
+        if self.overdue:
+            self._be_over()
         return push
+
+    def _be_over(self) -> None:
+        """Note that the session is about to end: its watches see nothing more."""
+        self.over = True
+        for watch in self.watches.values():
+            self._engine.drop(watch)
+        self.watches.clear()
 
     def _keep(self, number: int, answer: Any) -> None:
         self.keep(number, answer, weigh(answer))
@@ -385,10 +402,14 @@ class Session:
         return outcome
 
     def _watch(self, op: ops.Watch) -> None:
+        if len(self.watches) >= MAX_WATCHES:
+            size = len(self.watches) + 1
+            raise LimitExceeded(what="watches of one session", key=show(op.prefix), size=size, limit=MAX_WATCHES)
         self.watches[op.number] = self._engine.watch(op.prefix, self, op.number)
 
     def _drop(self, op: ops.Drop) -> None:
         target = op.target
+        self.suspended.pop(target, None)
         held: Waiter | Watch | Turn | None = self.waiting.pop(target, None)
         if isinstance(held, Waiter) and held.reads:
             self._engine.drop(held)
@@ -419,8 +440,8 @@ class Session:
         if op.ttl_s:
             size = len(self.ttls)
             if size >= 64 and not size & (size - 1):  # each time their number has doubled
-                self.ttls = self.live_ttls()
-            self.ttls[op.key] = op.ttl_s
+                self.ttls = {key: self.ttls[key] for key in self.live_ttls()}
+            self.ttls[op.key] = (op.ttl_s, op.number)
 
     def _unlease(self, op: ops.Unlease) -> bool:
         self.ttls.pop(op.key, None)
@@ -428,7 +449,7 @@ class Session:
 
     def _bye(self, op: ops.Bye) -> None:
         self.taken.clear()  # who says goodbye has seen its answers
-        self.over = True
+        self._be_over()
 
     def _beat(self, op: ops.Beat) -> Any:
         return LATER  # heartbeats are the host's, who has the clock
@@ -454,89 +475,3 @@ _SPECIAL: dict[type[ops.Op], Callable[[Session, Any], Any]] = {
     ops.Bye: Session._bye,
     ops.Beat: Session._beat,
 }
-
-
-class Visitor:
-    """One PyTorch client: what it waits for, and the turn that it has."""
-
-    __slots__ = ("_engine", "link", "namespace", "serial", "turn", "waiter")
-
-    def __init__(self, serial: int, namespace: int, engine: Engine) -> None:
-        self.serial = serial
-        """Unique among the owners of a state, and negative, as no session's is."""
-
-        self.namespace = namespace
-        self.waiter: Waiter | None = None
-        self.turn: Turn | None = None
-        self.link: Any = None
-        self._engine = engine
-
-    @property
-    def holds(self) -> bool:
-        """Whether the state has something of it."""
-        return self.turn is not None or (self.waiter is not None and not self.waiter.reads)
-
-    @property
-    def waits_for(self) -> tuple[bytes, ...]:
-        """The keys that this client waits for."""
-        return tuple(self.waiter.keys) if self.waiter is not None else ()
-
-    def changes(self, op: ops.Op) -> bool:
-        """Return whether an operation changes the state, so that a log must have it."""
-        kind = op.__class__
-        if self.holds:
-            return kind.changes or self.turn is not None or kind in _REPLACES
-        if isinstance(op, ops.Await):
-            return not self._engine.holds(op.key)
-        return kind.changes and kind is not ops.Drop
-
-    def execute(self, op: ops.Op) -> Any:
-        """Carry out a request; return its answer, `LATER`, or the error that ends the connection. Never raises."""
-        kind = op.__class__
-        if self.turn is not None and kind is not ops.Draw:
-            self._end_turn()  # with the next request; when that draws, after it
-        if self.waiter is not None and kind in _REPLACES:
-            self._engine.drop(self.waiter)
-            self.waiter = None
-        if kind is ops.Drop:
-            return None
-        try:
-            answer = self._engine.execute(op, self)
-        except StoreError as error:
-            return error
-        if answer.__class__ is Waiter:
-            self.waiter = answer
-            return LATER
-        if answer.__class__ is Turn:
-            self.turn = answer
-        elif self.turn is not None:
-            self._end_turn()
-        return answer
-
-    def answer(self, handle: Waiter | Watch, answer: Any) -> Any:
-        """Return what to send when the engine answered the wait."""
-        if handle is not self.waiter:
-            return LATER
-        self.waiter = None
-        if isinstance(answer, Turn):
-            self.turn = answer
-        return answer
-
-    def take_back(self, number: int) -> None:
-        """Take back a turn that was not used."""
-        if self.turn is not None and self.turn.number == number:
-            self._end_turn()
-
-    def end(self) -> None:
-        """Drop its wait and its turn."""
-        self.waiter = self.turn = None
-        self._engine.end(self)
-
-    def _end_turn(self) -> None:
-        turn, self.turn = self.turn, None
-        if turn is not None:
-            self._engine.drop(turn)
-
-
-_REPLACES = frozenset((ops.Await, ops.Wait, ops.Arrive, ops.Drop))
-"""A client has one wait at most, so a new one takes the place of the old."""

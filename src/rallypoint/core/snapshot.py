@@ -6,7 +6,8 @@ Rules
   of a session ends first), and every order that decides nothing is written sorted: a live server has reads under
   way, which a replay has not, and both must write the same.
 - Reads that wait are left out, for clients repeat them; so is everything that a clock or a connection gave.
-- A chunk is about a megabyte at most, unless a single value is longer: a large state is never in memory twice.
+- A chunk is about a megabyte at most, unless a single value or machine is longer: a large state is never in memory
+  twice. So whatever there may be many of is a section: chunks of one kind, of as many rows as fit.
 - Sizes are written, not counted anew: what an answer is counted with may depend on how it was made.
 
 Rejected: a snapshot as the entries that would make the state. Turns, half-done deletions and the numbers of shared
@@ -25,11 +26,12 @@ from rallypoint.core import entries
 from rallypoint.core.engine import Engine
 from rallypoint.core.key_index import KeyIndex
 from rallypoint.core.machine import Call, Done, Machine, Refused
-from rallypoint.core.objects import Objects, Pending
+from rallypoint.core.objects import Counted, Objects, Pending
 from rallypoint.core.ops import Commands
 from rallypoint.core.records import Event, Packed, Push, Shared, Turn, Waiter, Want, Watch, pack
-from rallypoint.core.session import Session, Visitor
+from rallypoint.core.session import Session
 from rallypoint.core.state import MACHINES, Limits, Namespace, OtherVersion, State
+from rallypoint.core.visitor import Visitor
 
 __all__ = ["CHUNK_BYTES", "fold", "read", "write"]
 
@@ -57,16 +59,8 @@ def fold(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[b
 
 def write(state: State) -> Iterator[bytes]:
     """Yield a state, chunk by chunk."""
-    limits = state.limits
-    yield _encode(
-        (
-            "state",
-            entries.VERSION,
-            state.identity,
-            (limits.max_bytes, limits.max_answer_bytes, limits.max_kept_bytes, limits.max_sessions),
-            (state.opened, state.last_namespace),
-        )
-    )
+    counters = (state.opened, state.last_namespace)
+    yield _encode(("state", entries.VERSION, state.identity, state.limits, counters))
     for namespace in state.namespaces.values():
         yield from _write_namespace(namespace)
     shared: dict[int, int] = {}
@@ -75,7 +69,7 @@ def write(state: State) -> Iterator[bytes]:
     for _, visitor in sorted(state.visitors.items()):
         yield _encode(("visitor", visitor.serial, visitor.namespace))
     for namespace in state.namespaces.values():
-        yield _encode(("held", namespace.id, *_held(namespace.engine)))
+        yield from _write_held(namespace.id, namespace.engine)
         yield from _write_objects(namespace.id, namespace.objects)
     yield _encode(("end",))
 
@@ -91,13 +85,17 @@ def _write_namespace(namespace: Namespace) -> Iterator[bytes]:
     yield from _chunks("items", namespace.id, items, lambda pair: len(pair[0]) + len(pair[1]))
 
 
-def _chunks(kind: str, owner: int, parts: Iterable[Any], size_of: Callable[[Any], int]) -> Iterator[bytes]:
-    """Yield chunks of a kind, each of as many parts as fit."""
+def _text_in(row: Iterable[Any]) -> int:
+    return sum(len(part) for part in row if part.__class__ is bytes or part.__class__ is str)
+
+
+def _chunks(kind: str, owner: int, rows: Iterable[Any], size_of: Callable[[Any], int] = _text_in) -> Iterator[bytes]:
+    """Yield a section: chunks of a kind, each of as many rows as fit."""
     chunk: list[Any] = []
     size = 0
-    for part in parts:
-        chunk.append(part)
-        size += size_of(part) + 16
+    for row in rows:
+        chunk.append(row)
+        size += size_of(row) + 16
         if size >= CHUNK_BYTES:
             yield _encode((kind, owner, chunk))
             chunk, size = [], 0
@@ -116,11 +114,11 @@ def _write_session(session: Session, shared: dict[int, int]) -> Iterator[bytes]:
             session.former,
             (session.attached, session.restarts, session.over, session.late),
             (session.highest, session.pushed),
-            list(session.suspended),
-            [(number, *taken) for number, taken in session.taken.items()],
-            list(session.ttls.items()),
         )
     )
+    yield from _chunks("suspended", session.serial, ((number,) for number in session.suspended))
+    yield from _chunks("taken", session.serial, ((number, *taken) for number, taken in session.taken.items()))
+    yield from _chunks("ttls", session.serial, ((key, *ttl) for key, ttl in session.ttls.items()))
     for number, (answer, size) in session.kept.items():
         if answer.__class__ is Done and answer.answer.__class__ is Shared:
             body = answer.answer
@@ -130,23 +128,34 @@ def _write_session(session: Session, shared: dict[int, int]) -> Iterator[bytes]:
             yield _encode(("kept shared", session.serial, number, size, shared[id(body)]))
         else:
             yield _encode(("kept", session.serial, number, size, pack(answer)))
-    for push in session.pushes:
-        yield _encode(("push", session.serial, push.push, push.watch, push.event))
+    pushes = ((push.push, push.watch, *push.event) for push in session.pushes)
+    yield from _chunks("pushes", session.serial, pushes)
 
 
-def _held(engine: Engine) -> tuple[Any, ...]:
-    """Return what owners hold in an engine, and all orders in which they hold it."""
-    holding = sorted((owner.serial, handles) for owner, handles in engine._held.items())  # type: ignore[attr-defined]
-    held = [(serial, [_handle(one) for one in handles if not _reads(one)]) for serial, handles in holding]
-    return (
-        [(serial, handles) for serial, handles in held if handles],
-        [(key, line) for key, waiters in sorted(engine._waiting.items()) if (line := _refs(waiters))],
-        [(key, need, _refs(waiters)) for key, gate in sorted(engine._gates.items()) for need, waiters in gate.items()],
-        [(key, _refs(turns)) for key, turns in sorted(engine._turns.items())],
-        [(prefix, _refs(watches)) for prefix, watches in sorted(engine._watches.items())],
-        _refs(engine.clearing),
-        sorted((owner.serial, list(keys)) for owner, keys in engine._leased.items()),  # type: ignore[attr-defined]
+def _write_held(namespace: int, engine: Engine) -> Iterator[bytes]:
+    """Yield what owners hold in an engine, and all orders in which they hold it."""
+    owners = _by_serial(engine._held)
+    held = ((owner.serial, *_handle(one)) for owner, mine in owners for one in mine if not _reads(one))
+    yield from _chunks("held", namespace, held)
+    for kind, lines in ("waiting", engine._waiting), ("turns", engine._turns), ("watches", engine._watches):
+        in_order: Any = sorted(lines.items())
+        yield from _chunks(kind, namespace, ((key, *ref) for key, line in in_order for ref in _refs(line)))
+    gates = (
+        (key, need, *ref) for key, gate in sorted(engine._gates.items()) for need in gate for ref in _refs(gate[need])
     )
+    yield from _chunks("gates", namespace, gates)
+    leases = ((owner.serial, key) for owner, keys in _by_serial(engine._leased) for key in keys)
+    yield from _chunks("leases", namespace, leases)
+    yield from _chunks("clearing", namespace, map(_deletion, engine.clearing))
+
+
+def _by_serial(owners: Any) -> list[tuple[Any, Any]]:
+    return sorted(owners.items(), key=lambda item: int(item[0].serial))
+
+
+def _deletion(clearing: Any) -> tuple[int, int | None]:
+    """Name a deletion under way: a request, or the end of a session."""
+    return (clearing.serial, None) if not isinstance(clearing, Waiter) else _refs((clearing,))[0]
 
 
 def _reads(handle: Waiter | Watch | Turn) -> bool:
@@ -172,38 +181,29 @@ def _write_objects(namespace: int, objects: Objects) -> Iterator[bytes]:
         waiter: Any = pending.waiter
         parts = (waiter.owner.serial, waiter.number, _encode(pending.call), _encode(pending.command))
         yield _encode(("pending", namespace, machine.kind, name, call_id, *parts))
-    yield _encode(
-        (
-            "objects",
-            namespace,
-            [
-                (session, [(*_held_ref(held), size) for held, size in held.items()])
-                for session, held in _by(objects._held)
-            ],
-            [
-                (place[0].kind, place[1], sorted(late.calls), late.round, late.size)
-                for place, late in sorted(objects._late.items(), key=lambda item: (item[0][0].kind, item[0][1]))
-            ],
-            [(session, [_held_ref(held) for held in calls]) for session, calls in _by(objects._latecomers)],
-            [(place[0].kind, place[1], size) for place, size in objects._idle.items()],
-            sorted((place[0].kind, place[1], *timer) for place, timer in objects.timers.items()),
-            sorted(objects.doubts._away),
-            [(*_held_ref(held), *refusal) for held, refusal in objects.doubts._calls.items()],
-        )
+    counted = (
+        (session, *_place_key(held), *count)
+        for session, calls in sorted(objects._held.items())
+        for held, count in calls.items()
     )
-
-
-def _by(sessions: dict[str, Any]) -> list[tuple[str, Any]]:
-    return sorted(sessions.items())
+    yield from _chunks("counted", namespace, counted)
+    late = sorted((place[0].kind, place[1], one.round, one.size) for place, one in objects._late.items())
+    yield from _chunks("late", namespace, late)
+    latecomers = sorted(objects._latecomers.items())
+    rows = ((session, *_place_key(held)) for session, calls in latecomers for held in calls)
+    yield from _chunks("latecomers", namespace, rows)
+    idle = ((place[0].kind, place[1], size) for place, size in objects._idle.items())
+    yield from _chunks("idle", namespace, idle)
+    timers = sorted((place[0].kind, place[1], *timer) for place, timer in objects.timers.items())
+    yield from _chunks("timers", namespace, timers)
+    yield from _chunks("away", namespace, ((session,) for session in sorted(objects.doubts._away)))
+    doubts = ((*_place_key(held), *refusal) for held, refusal in objects.doubts._calls.items())
+    yield from _chunks("doubts", namespace, doubts)
 
 
 def _place_key(held: Any) -> tuple[str, bytes, str]:
     (machine, name), call_id = held
     return machine.kind, name, call_id
-
-
-def _held_ref(held: Any) -> tuple[str, bytes, str]:
-    return _place_key(held)
 
 
 # Reading
@@ -220,6 +220,13 @@ def read(chunks: Iterable[bytes]) -> State:
     return reader.state
 
 
+class Ended:
+    """A session that has ended, and of whose leases some are still to be deleted."""
+
+    def __init__(self, serial: int) -> None:
+        self.serial = serial
+
+
 class _Reader:
     """Makes a state of the chunks of a snapshot, in their order."""
 
@@ -228,7 +235,7 @@ class _Reader:
         self.ended = False
         self._bodies: list[Shared] = []
         self._handles: dict[tuple[int, int], Any] = {}
-        self._visitors: dict[int, Visitor] = {}
+        self._ended: dict[int, Ended] = {}
 
     def _state(self, version: int, identity: bytes, limits: list[int], counters: list[int]) -> None:
         if version != entries.VERSION:
@@ -244,10 +251,10 @@ class _Reader:
         namespace.engine.revision, namespace.engine.size = revision, size
 
     def _values(self, namespace: int, pairs: list[tuple[bytes, bytes]]) -> None:
-        self.state.namespaces[namespace].engine._values.update(pairs)
+        self._engine(namespace)._values.update(pairs)
 
     def _items(self, namespace: int, items: list[tuple[bytes, bytes]]) -> None:
-        queues = self.state.namespaces[namespace].engine._queues
+        queues = self._engine(namespace)._queues
         for key, item in items:
             queues.setdefault(key, deque()).append(item)
 
@@ -260,17 +267,20 @@ class _Reader:
         former: list[str],
         flags: list[Any],
         counters: list[int],
-        suspended: list[int],
-        taken: list[Any],
-        ttls: list[Any],
     ) -> None:
         session = self.state.new_session(identity, serial, name, self.state.namespaces[namespace])
         session.former = tuple(former)
         session.attached, session.restarts, session.over, session.late = flags
         session.highest, session.pushed = counters
-        session.suspended = dict.fromkeys(suspended)
-        session.taken = {number: (key, item) for number, key, item in taken}
-        session.ttls = dict(ttls)
+
+    def _suspended(self, serial: int, rows: list[Any]) -> None:
+        self.state.sessions[serial].suspended.update((number, None) for (number,) in rows)
+
+    def _taken(self, serial: int, rows: list[Any]) -> None:
+        self.state.sessions[serial].taken.update((number, (key, item)) for number, key, item in rows)
+
+    def _ttls(self, serial: int, rows: list[Any]) -> None:
+        self.state.sessions[serial].ttls.update((key, (ttl_s, number)) for key, ttl_s, number in rows)
 
     def _shared(self, index: int, data: bytes) -> None:
         self._bodies.append(Shared(data))
@@ -287,46 +297,49 @@ class _Reader:
         session.keep(number, answer, size)
         session.late = late
 
-    def _push(self, serial: int, push: int, watch: int, event: list[Any]) -> None:
-        self.state.sessions[serial].keep_push(Push(push, watch, Event(*event)))
+    def _pushes(self, serial: int, rows: list[Any]) -> None:
+        for push, watch, *event in rows:
+            self.state.sessions[serial].keep_push(Push(push, watch, Event(*event)))
 
     def _visitor(self, serial: int, namespace: int) -> None:
-        engine = self.state.namespaces[namespace].engine
-        self.state.visitors[serial] = Visitor(serial, namespace, engine)
+        self.state.visitors[serial] = Visitor(serial, namespace, self._engine(namespace))
 
-    def _held(
-        self,
-        namespace: int,
-        held: list[Any],
-        lines: list[Any],
-        gates: list[Any],
-        turns: list[Any],
-        watches: list[Any],
-        clearing: list[Any],
-        leases: list[Any],
-    ) -> None:
-        engine = self.state.namespaces[namespace].engine
-        engine._index, engine._queue_index = KeyIndex(engine._values), KeyIndex(engine._queues)
-        for serial, handles in held:
-            for kind, number, *facts in handles:
-                self._hold(engine, serial, kind, number, facts)
-        for key, line in lines:
-            engine._waiting[key] = self._all(line)
-        for key, need, line in gates:
-            engine._gates.setdefault(key, {})[need] = self._all(line)
-        for key, line in turns:
-            engine._turns[key] = self._all(line)
-        for prefix, line in watches:
-            engine._watches[prefix] = self._all(line)
-            engine.count_watched(len(prefix))
-        engine.clearing = self._all(clearing)
-        for serial, keys in leases:
-            owner = self.state.owner(serial)
-            engine._leased[owner] = dict.fromkeys(keys)
-            engine._lessee.update((key, owner) for key in keys)
+    def _engine(self, namespace: int) -> Engine:
+        return self.state.namespaces[namespace].engine
 
-    def _all(self, refs: list[Any]) -> dict[Any, None]:
-        return {self._handles[serial, number]: None for serial, number in refs}
+    def _held(self, namespace: int, rows: list[Any]) -> None:
+        for serial, kind, number, *facts in rows:
+            self._hold(self._engine(namespace), serial, kind, number, facts)
+
+    def _waiting(self, namespace: int, rows: list[Any]) -> None:
+        self._line_up(self._engine(namespace)._waiting, rows)
+
+    def _turns(self, namespace: int, rows: list[Any]) -> None:
+        self._line_up(self._engine(namespace)._turns, rows)
+
+    def _watches(self, namespace: int, rows: list[Any]) -> None:
+        for _, serial, number in rows:
+            self._engine(namespace)._watches.add(self._handles[serial, number])
+
+    def _gates(self, namespace: int, rows: list[Any]) -> None:
+        for key, need, serial, number in rows:
+            self._line_up(self._engine(namespace)._gates.setdefault(key, {}), [(need, serial, number)])
+
+    def _line_up(self, lines: dict[Any, dict[Any, None]], rows: list[Any]) -> None:
+        for key, serial, number in rows:
+            lines.setdefault(key, {})[self._handles[serial, number]] = None
+
+    def _leases(self, namespace: int, rows: list[Any]) -> None:
+        engine = self._engine(namespace)
+        for serial, key in rows:
+            owner = self.state.owner(serial) or self._ended.setdefault(serial, Ended(serial))
+            engine._lessee[key] = owner
+            engine._leased.setdefault(owner, {})[key] = None
+
+    def _clearing(self, namespace: int, rows: list[Any]) -> None:
+        for serial, number in rows:
+            one: Any = self._ended[serial] if number is None else self._handles[serial, number]
+            self._engine(namespace).clearing[one] = None
 
     def _hold(self, engine: Engine, serial: int, kind: str, number: int, facts: list[Any]) -> None:
         owner: Any = self.state.owner(serial)
@@ -351,8 +364,7 @@ class _Reader:
         engine._held.setdefault(owner, {})[handle] = None
 
     def _machine(self, namespace: int, kind: str, name: bytes, state: bytes) -> None:
-        objects = self.state.namespaces[namespace].objects
-        objects._machines[MACHINES[kind], name] = _machine_of[kind](state)
+        self._objects(namespace)._machines[MACHINES[kind], name] = _machine_of[kind](state)
 
     def _pending(
         self,
@@ -365,39 +377,48 @@ class _Reader:
         call: bytes,
         command: bytes,
     ) -> None:
-        objects = self.state.namespaces[namespace].objects
         waiter = self._handles[serial, number]
         pending = Pending(_decode_call(call), _decode_command(command), waiter)
-        objects._pending[(MACHINES[kind], name), call_id] = waiter.call = pending
+        self._objects(namespace)._pending[(MACHINES[kind], name), call_id] = waiter.call = pending
 
-    def _objects(
-        self,
-        namespace: int,
-        held: list[Any],
-        late: list[Any],
-        latecomers: list[Any],
-        idle: list[Any],
-        timers: list[Any],
-        away: list[str],
-        doubts: list[Any],
-    ) -> None:
-        objects = self.state.namespaces[namespace].objects
-        for session, calls in held:
-            objects._held[session] = {((MACHINES[kind], name), call): size for kind, name, call, size in calls}
-        for kind, name, calls, round_bytes, size in late:
-            objects.restore_late((MACHINES[kind], name), calls, round_bytes, size)
-        for session, calls in latecomers:
-            objects._latecomers[session] = {((MACHINES[kind], name), call): None for kind, name, call in calls}
-        for kind, name, size in idle:
+    def _objects(self, namespace: int) -> Objects:
+        return self.state.namespaces[namespace].objects
+
+    def _counted(self, namespace: int, rows: list[Any]) -> None:
+        held = self._objects(namespace)._held
+        for session, kind, name, call, *count in rows:
+            held.setdefault(session, {})[(MACHINES[kind], name), call] = Counted(*count)
+
+    def _late(self, namespace: int, rows: list[Any]) -> None:
+        for kind, name, round_bytes, size in rows:
+            self._objects(namespace).restore_late((MACHINES[kind], name), round_bytes, size)
+
+    def _latecomers(self, namespace: int, rows: list[Any]) -> None:
+        for session, kind, name, call in rows:
+            self._objects(namespace).come_late(((MACHINES[kind], name), call), session)
+
+    def _idle(self, namespace: int, rows: list[Any]) -> None:
+        objects = self._objects(namespace)
+        for kind, name, size in rows:
             objects._idle[MACHINES[kind], name] = size
             objects._idle_bytes += size
-        for kind, name, number, duration_s in timers:
-            objects.timers[MACHINES[kind], name] = (number, duration_s)
-        objects.doubts._away = dict.fromkeys(away)
-        for kind, name, call, error, fields in doubts:
-            objects.doubts._calls[(MACHINES[kind], name), call] = Refused(error, fields)
+
+    def _timers(self, namespace: int, rows: list[Any]) -> None:
+        for kind, name, number, duration_s in rows:
+            self._objects(namespace).timers[MACHINES[kind], name] = (number, duration_s)
+
+    def _away(self, namespace: int, rows: list[Any]) -> None:
+        for (session,) in rows:
+            self._objects(namespace).doubts.away(session)
+
+    def _doubts(self, namespace: int, rows: list[Any]) -> None:
+        for kind, name, call, *refusal in rows:
+            self._objects(namespace).doubts._calls[(MACHINES[kind], name), call] = Refused(*refusal)
 
     def _end(self) -> None:
+        for namespace in self.state.namespaces.values():
+            engine = namespace.engine
+            engine._index, engine._queue_index = KeyIndex(engine._values), KeyIndex(engine._queues)
         self.ended = True
 
 

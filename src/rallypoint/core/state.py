@@ -17,7 +17,7 @@ requests, on a session or visitor directly, if it calls `settle` after each: tha
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from rallypoint.core import barrier, exchange, lock, rendezvous, roster
 from rallypoint.core.engine import Engine
@@ -41,10 +41,10 @@ from rallypoint.core.entries import (
 from rallypoint.core.machine import Machine
 from rallypoint.core.objects import Objects
 from rallypoint.core.records import LATER
-from rallypoint.core.session import ReplyBudget, Session, Visitor
-from rallypoint.errors import StoreError
+from rallypoint.core.session import ReplyBudget, Session
+from rallypoint.core.visitor import Visitor
 
-__all__ = ["MACHINES", "MAX_RESTARTS", "SLICE_KEYS", "InternalError", "Limits", "Namespace", "OtherVersion", "State"]
+__all__ = ["MACHINES", "MAX_RESTARTS", "SLICE_KEYS", "Limits", "Namespace", "OtherVersion", "State"]
 
 SLICE_KEYS = 1000
 """How many keys are deleted at a time: some milliseconds' worth."""
@@ -61,10 +61,6 @@ MACHINES: dict[str, type[Machine]] = {
 
 class OtherVersion(ValueError):
     """The log was written under another version of the semantics, and cannot be replayed by this one."""
-
-
-class InternalError(StoreError):
-    """An entry could not be carried out, because of a bug."""
 
 
 class Namespace:
@@ -86,30 +82,21 @@ class Namespace:
         self.port = port
         """The port that it is reached at by clients that cannot name it."""
 
-        self.engine = Engine(slice_keys=SLICE_KEYS)
+        self.engine = Engine(SLICE_KEYS)
         self.objects = Objects(self.engine)
 
 
-class Limits:
+class Limits(NamedTuple):
     """What a state may hold, in bytes and in numbers."""
 
-    __slots__ = ("max_answer_bytes", "max_bytes", "max_kept_bytes", "max_sessions")
+    max_bytes: int = 1 << 62
+    """In each namespace: keys, values, and what waits."""
 
-    def __init__(
-        self,
-        max_bytes: int = 1 << 62,
-        max_answer_bytes: int = 1 << 62,
-        max_kept_bytes: int = 1 << 62,
-        max_sessions: int = 1 << 62,
-    ) -> None:
-        self.max_bytes = max_bytes
-        """In each namespace: keys, values, and what waits."""
+    max_answer_bytes: int = 1 << 62
+    max_kept_bytes: int = 1 << 62
+    """Answers and pushes that were not confirmed, of all sessions."""
 
-        self.max_answer_bytes = max_answer_bytes
-        self.max_kept_bytes = max_kept_bytes
-        """Answers and pushes that were not confirmed, of all sessions."""
-
-        self.max_sessions = max_sessions
+    max_sessions: int = 1 << 62
 
 
 class State:
@@ -119,7 +106,8 @@ class State:
         self.identity = b""
         self.limits = Limits()
         self.budget = ReplyBudget()
-        self.namespaces: dict[int, Namespace] = {0: Namespace(0)}
+        self._outbox: list[Any] = []  # of all engines: it is empty between two entries
+        self.namespaces: dict[int, Namespace] = {}
         self.sessions: dict[int, Session] = {}
         self.sessions_by_id: dict[bytes, Session] = {}
         self.visitors: dict[int, Visitor] = {}
@@ -132,6 +120,8 @@ class State:
         self.outputs: list[tuple[Session | Visitor, int, Any]] = []
         """What there is for clients: whose, the number of its request or watch, and the answer or push."""
 
+        self.add_namespace(Namespace(0))
+
     def apply(self, entry: Entry) -> Any:
         """Carry out an entry; return the answer of a request (`LATER` for none), or what the entry made.
 
@@ -140,15 +130,12 @@ class State:
         """
         try:
             answer = _APPLY[entry.__class__](self, entry)
-        except OtherVersion:
-            raise
-        except MemoryError:
+        except (OtherVersion, MemoryError):
             raise
         except Exception as error:  # it is a bug; the same one at every replay, so the state is still the same
-            answer = InternalError(f"internal error of the server, please report it: {error!r} in {entry!r:.200}")
-        for namespace in list(self.namespaces.values()):
-            if namespace.engine.outbox:
-                self.settle(namespace.engine)
+            answer = self.namespaces[0].engine.note_bug(error, entry.__class__.__name__)
+        if self._outbox:
+            self.settle(self.namespaces[0].engine)
         return answer
 
     def settle(self, engine: Engine) -> None:
@@ -156,7 +143,10 @@ class State:
         while engine.outbox:  # an answer whose client is gone may be another's
             for handle, result in engine.take():
                 owner: Any = handle.owner
-                answer = owner.answer(handle, result)
+                try:
+                    answer = owner.answer(handle, result)
+                except Exception as error:
+                    answer = engine.note_bug(error, "an answer")
                 if owner.__class__ is Visitor:
                     self.register(owner)
                 if answer is not LATER:
@@ -296,7 +286,7 @@ class State:
     def _lapse(self, entry: Lapse) -> None:
         session = self.sessions.get(entry.session)
         if session is not None:
-            session.lapse(entry.key)
+            session.lapse(entry.key, entry.number)
 
     def _fire(self, entry: Fire) -> None:
         namespace = self.namespaces.get(entry.namespace)
@@ -321,6 +311,7 @@ class State:
     def add_namespace(self, namespace: Namespace) -> Namespace:
         """Add a namespace."""
         self.namespaces[namespace.id] = namespace
+        namespace.engine.outbox, namespace.engine.relieve = self._outbox, self.settle
         self._limit(namespace)
         return namespace
 

@@ -15,7 +15,7 @@ import msgspec
 from msgspec import Struct
 
 from rallypoint.core.ops import Confirm, Drop, Op, Watch
-from rallypoint.core.records import Event, Status
+from rallypoint.core.records import Event, InternalError, Status
 from rallypoint.errors import (
     DiskFull,
     EtcdRefused,
@@ -73,7 +73,7 @@ def error_of(reply: Reply, store: str) -> RallypointError:
 
 _ERRORS: dict[str, type[RallypointError]] = {
     kind.__name__: kind
-    for kind in (DiskFull, EtcdRefused, LimitExceeded, NoQuorum, NotAnInteger, StoreFull, Unsupported)
+    for kind in (DiskFull, EtcdRefused, InternalError, LimitExceeded, NoQuorum, NotAnInteger, StoreFull, Unsupported)
 }
 
 
