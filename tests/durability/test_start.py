@@ -49,7 +49,7 @@ def test_one_that_reads_a_long_log_can_be_told_to_end(tmp_path: Path, number: si
 
 @pytest.mark.parametrize(
     ("directory", "words"),
-    [("file", "exists"), ("file/below", "exists"), ("/proc/nowhere/data", "No such file")],
+    [("file", "Not a directory"), ("file/below", "Not a directory"), ("/proc/nowhere/data", "No such file")],
 )
 def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path, directory: str, words: str) -> None:
     (tmp_path / "file").write_text("not a directory")

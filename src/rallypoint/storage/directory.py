@@ -13,6 +13,7 @@ Rejected: a lock that is the existence of a file; somebody has to remove it afte
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -84,7 +85,7 @@ def make_directory(directory: str, mode: int = 0o700) -> None:
         os.mkdir(directory, mode)
     except FileExistsError:
         if not os.path.isdir(directory):
-            raise
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), directory) from None
     sync_directory(parent)
 
 
