@@ -22,6 +22,8 @@ import rallypoint
 
 from .durable import AMPLE_S, KILLS, DurableServer, durable_server, killed_again_and_again
 
+pytestmark = pytest.mark.timeout(300 + 10 * KILLS)
+
 CLIENTS = 4
 
 
