@@ -32,12 +32,12 @@ class NotingHandler:
         self._frames = Frames(1 << 24)
         self._greeted = False
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data: bytes) -> bytes:
         for payload in self._frames.feed(data):
             if self._greeted:
                 self._requests.append(decode_request(payload))
             self._greeted = True
-        return self._handler.receive(data, now)
+        return self._handler.receive(data)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._handler, name)

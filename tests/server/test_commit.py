@@ -17,6 +17,8 @@ from rallypoint.errors import StoreError
 from rallypoint.server import commit
 from rallypoint.server.commit import CommitQueue
 
+MAX_BYTES = 1 << 30
+
 
 class Client:
     """Whoever submits; it notes what was carried out, and what was refused."""
@@ -38,8 +40,8 @@ class Client:
     def committed(self, work: Any, size: int) -> None:
         self.ran.append(work() if callable(work) else work)
 
-    def refuse(self, work: Any, size: int, error: StoreError) -> bool:
-        if self.refusable:
+    def refuse(self, work: Any, size: int, error: StoreError, last: bool) -> bool:
+        if self.refusable or last:
             self.refused.append(work)
         return self.refusable
 
@@ -50,14 +52,10 @@ class Desk:
     def __init__(self) -> None:
         self.log = FakeLog()
         self.failures: list[BaseException] = []
-        self.flushes = 0
-        self.queue = CommitQueue(self.log, self.failures.append, self._ran)
+        self.queue = CommitQueue(self.log, self.failures.append, MAX_BYTES)
 
     def client(self, refusable: bool = True) -> Client:
         return Client(self.queue, refusable)
-
-    def _ran(self) -> None:
-        self.flushes += 1
 
 
 def on_a_queue(test: Callable[[Desk], Awaitable[None]]) -> Callable[[], None]:
@@ -83,7 +81,7 @@ async def test_nothing_runs_before_it_is_durable(desk: Desk) -> None:
     assert desk.log.batches == [[b"a"]] and client.ran == [] and not desk.queue.idle
     desk.log.end()
     await settle()
-    assert client.ran == ["a"] and desk.queue.idle and desk.flushes == 1
+    assert client.ran == ["a"] and desk.queue.idle
 
 
 @on_a_queue
@@ -92,7 +90,7 @@ async def test_all_that_comes_in_one_turn_of_the_loop_is_one_commit(desk: Desk) 
     for number, client in enumerate(clients):
         client.change(f"a{number}", f"b{number}")
     await settle()
-    assert desk.log.batches == [[b"a0", b"b0", b"a1", b"b1", b"a2", b"b2"]] and desk.queue.commits == 1
+    assert desk.log.batches == [[b"a0", b"b0", b"a1", b"b1", b"a2", b"b2"]]
     assert [client.ran for client in clients] == [["a0", "b0"], ["a1", "b1"], ["a2", "b2"]]
 
 
@@ -110,7 +108,7 @@ async def test_what_comes_during_a_commit_goes_together_with_the_next(desk: Desk
     await settle()
     assert desk.log.batches == [[b"a"], [b"b", b"c", b"d"]] and client.ran == ["a"]
     await desk.log.flow()
-    assert client.ran == ["a", "b", "c", "d"] and desk.queue.commits == 2
+    assert client.ran == ["a", "b", "c", "d"]
 
 
 @on_a_queue
@@ -137,7 +135,7 @@ async def test_reads_alone_need_no_commit(desk: Desk) -> None:
     client = desk.client()
     client.read("?1", "?2")
     await settle()
-    assert client.ran == ["?1", "?2"] and desk.log.batches == [] and desk.queue.commits == 0 and desk.queue.idle
+    assert client.ran == ["?1", "?2"] and desk.log.batches == [] and desk.queue.idle
 
 
 @on_a_queue
@@ -217,6 +215,50 @@ async def test_a_mountain_of_reads_is_carried_out(desk: Desk) -> None:
         await asyncio.sleep(0)
 
 
+# Bounds of what waits
+
+
+@on_a_queue
+async def test_the_queue_says_what_it_holds_until_that_is_carried_out(desk: Desk) -> None:
+    client = desk.client()
+    desk.log.stalled = True
+    client.change("abc", size=100)
+    client.read("?")
+    await settle()
+    assert desk.queue.bytes == 103
+    client.change("de", size=50)
+    assert desk.queue.bytes == 155
+    desk.log.end()
+    await settle()
+    assert desk.queue.bytes == 52
+    desk.log.end(disk_full())
+    await settle()
+    assert desk.queue.bytes == 0 and client.refused == ["de"]
+
+
+@on_a_queue
+async def test_who_finds_the_queue_crowded_goes_on_in_turn_when_it_is_not(desk: Desk) -> None:
+    client, admitted = desk.client(), list[int]()
+    queue = desk.queue
+
+    def come(number: int) -> None:
+        if queue.crowded:
+            queue.wait_for_room(lambda: come(number))
+        else:
+            admitted.append(number)
+            client.change("x", size=MAX_BYTES // 2)
+
+    desk.log.stalled = True
+    for number in range(10):
+        come(number)
+    assert admitted == [0, 1] and queue.crowded
+    while desk.log.committing or not queue.idle:
+        await settle()
+        assert queue.bytes < 2 * MAX_BYTES
+        desk.log.end()
+    assert admitted == list(range(10)) and queue.bytes == 0
+
+
 # A full disk
 
 
@@ -255,49 +297,76 @@ async def test_what_cannot_be_refused_goes_into_the_reserve(desk: Desk) -> None:
 
 
 @on_a_queue
-async def test_a_full_disk_retries_what_cannot_be_refused(desk: Desk) -> None:
+async def test_a_full_disk_is_told_in_the_order_of_the_requests(desk: Desk) -> None:
+    client, seen = desk.client(), list[str]()
+    client.ran = client.refused = seen
+    desk.log.error = disk_full()
+    client.change("a")
+    client.read("?1")
+    client.change("b")
+    client.read("?2")
+    await settle()
+    assert seen == ["a", "?1", "b", "?2"]
+
+
+@on_a_queue
+async def test_a_read_waits_for_what_its_own_client_put_into_the_reserve(desk: Desk) -> None:
     client, nobody = desk.client(), desk.client(refusable=False)
     desk.log.error = disk_full()
-    nobody.change("gone")
-    client.change("a")
-    nobody.change("over")
+    desk.log.stalled = True
+    nobody.change("release")
+    nobody.read("?")
+    client.read("other")
     await settle()
-    assert client.refused == ["a"] and nobody.ran == [] and not desk.queue.idle
-    tries = len(desk.log.batches)
-    client.change("b")
+    desk.log.end(disk_full())
     await settle()
-    assert len(desk.log.batches) == tries, "not before a pause: the disk is still full"
-    desk.log.error = None
-    started_at = asyncio.get_running_loop().time()
-    while not desk.queue.idle:
-        await asyncio.sleep(0)
-    assert asyncio.get_running_loop().time() - started_at < 10 * commit.RETRY_S
-    assert desk.log.records == [b"gone", b"over", b"b"], "in their order, before what came later"
-    assert nobody.ran == ["gone", "over"] and client.ran == ["b"]
+    assert client.ran == ["other"] and nobody.ran == [] and desk.log.urgent == [[b"release"]]
+    desk.log.end()
+    assert nobody.ran == ["release", "?"]
 
 
-def test_a_full_disk_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    async def run() -> None:
+@on_a_queue
+async def test_nothing_stays_in_the_queue_when_the_reserve_is_used_up(desk: Desk) -> None:
+    client, nobody = desk.client(), desk.client(refusable=False)
+    desk.log.error = disk_full()
+    for _ in range(3):
+        nobody.change("gone")
+        nobody.read("?")
+        client.change("a")
+        client.read("?")
+        await settle()
+        assert desk.queue.idle and desk.queue.bytes == 0
+    assert nobody.refused == ["gone"] * 3 and nobody.ran == ["?"] * 3
+    assert client.refused == ["a"] * 3 and client.ran == ["?"] * 3, "and nobody waits behind it"
+
+
+def test_a_full_disk_is_logged_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def fill_and_empty(times: int) -> None:
         desk = Desk()
         client, nobody = desk.client(), desk.client(refusable=False)
-        for _ in range(2):
+        for _ in range(times):
             desk.log.error, desk.log.reserve = disk_full(), True
             for _ in range(3):
                 client.change("a")
                 nobody.change("over")
                 await settle()
+                assert desk.queue.disk_full
             desk.log.error = None
             for _ in range(3):
                 client.change("b")
                 await settle()
+                assert not desk.queue.disk_full
 
-    asyncio.run(run())
-    told = [record.getMessage() for record in caplog.records]
-    assert [message.partition(":")[0] for message in told] == [
+    asyncio.run(fill_and_empty(3))
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the disk is full, and changes are refused until there is room: ") and "/data/log" in told
+    caplog.clear()
+    monkeypatch.setattr(commit, "CALM_S", 0.0)
+    asyncio.run(fill_and_empty(2))
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
         "the disk is full, and changes are refused until there is room",
         "the disk has room again",
     ] * 2
-    assert "/data/log" in told[0]
 
 
 @on_a_queue
@@ -363,7 +432,7 @@ async def test_work_that_raises_takes_no_other_along(desk: Desk) -> None:
 @on_a_queue
 async def test_a_refusal_that_raises_takes_no_other_along(desk: Desk) -> None:
     class Broken(Client):
-        def refuse(self, work: Any, size: int, error: StoreError) -> bool:
+        def refuse(self, work: Any, size: int, error: StoreError, last: bool) -> bool:
             raise RuntimeError("the transport is closed")
 
     broken, client = Broken(desk.queue), desk.client()
@@ -378,7 +447,7 @@ def test_a_commit_that_ends_after_the_loop_is_nobodys_business() -> None:
     log = FakeLog()
 
     async def main() -> CommitQueue:
-        queue = CommitQueue(log, lambda error: pytest.fail(str(error)), lambda: None)
+        queue = CommitQueue(log, lambda error: pytest.fail(str(error)))
         log.stalled = True
         Client(queue).change("a")
         await settle()

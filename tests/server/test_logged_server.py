@@ -11,25 +11,30 @@ import os
 import struct
 import subprocess
 import sys
+import tracemalloc
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.server.fake_log import FakeLog, disk_full, on_log
+from tests.server.fake_log import FakeLog, on_log, replayed
 from tests.server.peers import Ours, Torch, settle
 from tests.wire import AMPLE_S, Peer, read_line, script
 
+from rallypoint import net
 from rallypoint.core import entries, ops
 from rallypoint.core.engine import Engine
 from rallypoint.core.records import Status
 from rallypoint.core.session import Session
+from rallypoint.core.snapshot import write
 from rallypoint.protocol import native
 from rallypoint.protocol.c10d import WAITED, Opcode, encode
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Frames, Hello, frame
-from rallypoint.server.native_connection import MAX_QUEUED_BYTES
+from rallypoint.server import server as server_module
+from rallypoint.server.commit import MAX_QUEUED_BYTES
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
-from rallypoint.server.sliced import SLICE_ITEMS
+from rallypoint.server.sliced import SLICE_BYTES, SLICE_ITEMS, encode_in_slices
 
 ROOT = Path(__file__).resolve().parents[2]
 LONG_S = 1000.0
@@ -338,6 +343,32 @@ async def test_one_session_too_many_is_refused_when_that_is_known(server: StoreS
     assert server.statistics()["refused_sessions"] == 1
 
 
+@on_log
+async def test_of_two_resumptions_the_later_carries_the_session(server: StoreServer, log: FakeLog) -> None:
+    """The earlier one hangs up, as its client has given it up; that is not the end of the other."""
+    peer = await ours(server)
+    peer.asks(ops.Take(1, b"/q", LONG_S))
+    await settle()
+    peer.hangs_up()
+    await settle()
+    log.stalled = True
+    earlier = greets(server, peer.session)
+    await settle()
+    later = greets(server, peer.session, ops.Take(1, b"/q", LONG_S))
+    log.end()
+    await settle()
+    earlier.hangs_up()
+    await settle()
+    await log.flow()
+    assert (await later.reads())[1] == Status.OK
+    assert session_of(server, peer).attached and session_of(server, peer).link is later.connection.handler
+    later.hangs_up()
+    await settle()
+    other = await ours(server)
+    await other.asked(ops.Push(1, b"/q", b"item"))
+    assert await other.asked(ops.Take(2, b"/q", 0.0)) == b"item", "it does not go to one who is gone"
+
+
 # Back-pressure
 
 
@@ -395,7 +426,7 @@ async def test_small_requests_are_bounded_too(server: StoreServer, log: FakeLog)
     while not server.log or not server.log.idle:
         await asyncio.sleep(0)
     await settle()
-    assert len(await answers(peer, number)) == number and len(await other.hears(8 * sent)) == 8 * sent
+    assert len(await answers(peer, number)) == number and [await other.number() for _ in range(sent)] == [0] * sent
 
 
 @on_log
@@ -411,95 +442,111 @@ async def test_so_is_who_greets_and_sends_without_end(server: StoreServer, log: 
     assert not peer.stopped and len(await answers(peer, number + 1)) == number + 1
 
 
-class Mute(Torch):
-    """A client that reads nothing; it notes how much was ever written for it and not read."""
-
-    most = 0
-
-    def write(self, data: Any) -> None:
-        super().write(data)
-        self.most = max(self.most, len(self.pending))
+# A clean stop
 
 
-@on_log(max_memory=64 * MIB)
-async def test_replies_that_a_commit_brings_are_bounded(server: StoreServer, log: FakeLog) -> None:
-    healthy, mute = await torch(server), await Mute(server).greets()
-    healthy.says(encode(Opcode.SET, b"/k", b"v" * MIB))
-    await settle()
+def stopped(test: Callable[[StoreServer, FakeLog], Awaitable[None]]) -> Callable[[], None]:
+    """Run a test with a server that listens on loopback, and is closed by the test."""
+
+    async def run() -> None:
+        log = FakeLog()
+        server = StoreServer(Settings(), log)
+        await server.open(net.listen(["127.0.0.1"], 0))
+        await asyncio.wait_for(test(server, log), AMPLE_S)
+        assert log.closed and log.saved and list(write(replayed(log))) == log.saved
+
+    def call() -> None:
+        asyncio.run(run())
+
+    call.__name__, call.__doc__ = test.__name__, test.__doc__
+    return call
+
+
+@stopped
+async def test_a_clean_stop_answers_what_is_being_committed(server: StoreServer, log: FakeLog) -> None:
+    port = server.sockets[0].getsockname()[1]
+    native, other = await Ours.dial(port), await (await Torch.dial(port)).greets()
+    await native.greets()
+    await native.asked(ops.Lease(1, b"/leased", b"v", 0.0))
+    web, out = await asyncio.open_connection("127.0.0.1", port)
     log.stalled = True
-    mute.says(encode(Opcode.SET, b"/n", b"") + encode(Opcode.GET, b"/k") * 1000)
+    native.asks(ops.Add(2, b"/n", 1))
+    other.asks(Opcode.ADD, b"/n", 1)
+    out.write(b"PUT /doors/run/1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    while not log.committing or server.log is None or len(log.batches[-1]) + len(server.log._waiting) < 3:
+        await asyncio.sleep(0)
+    closing = asyncio.ensure_future(server.close())
+    await settle()
+    assert not closing.done()
     await log.flow()
-    assert mute.closing and mute.most < 70 * MIB
-    assert len(await healthy.gets(b"/k")) == MIB
-    assert server.statistics()["bytes"] < 2 * MIB
+    assert sorted([(await native.reads())[2], await other.number()]) == [1, 2]
+    assert (await web.readline()).startswith(b"HTTP/1.1 200")
+    await asyncio.gather(native.ends(), other.ends(), closing)
+    out.close()
+    assert not replayed(log).sessions_by_id[native.session].attached, "the log has the ends of connections"
 
 
-# A full disk
-
-
-@on_log
-async def test_a_full_disk_is_told_and_harms_nobody(server: StoreServer, log: FakeLog) -> None:
-    peer, other = await ours(server), await torch(server)
-    await peer.asked(ops.Set(1, b"/k", b"v"))
-    log.error = disk_full()
-    peer.asks(ops.Set(2, b"/k", b"w"), ops.Get(3, b"/k", 0.0))
-    replies = sorted(await answers(peer, 2))
-    assert replies[0][:2] == [2, Status.ERROR] and replies[0][2][0] == "DiskFull"
-    assert replies[1] == [3, Status.OK, [b"v"]]
-    other.asks(Opcode.SET, b"/k", b"w")
-    await other.ends()  # its protocol has no errors
-    log.error = None
-    assert await peer.asked(ops.Set(4, b"/k", b"x")) is None
-    assert await peer.asked(ops.Set(2, b"/k", b"w")) is None, "it may be asked again"
-    assert value(server, b"/k") == b"w"
-
-
-@on_log
-async def test_what_the_full_disk_refused_may_be_repeated_after_a_cut(server: StoreServer, log: FakeLog) -> None:
+@stopped
+async def test_a_server_that_is_stopping_reads_no_more(server: StoreServer, log: FakeLog) -> None:
     peer = await ours(server)
-    log.error = disk_full()
-    peer.asks(ops.Add(1, b"/n", 1))
+    log.stalled = True
+    peer.asks(*(ops.Append(number, b"/k", b"v" * 100_000) for number in range(1, 20)))
     await settle()
-    log.error = None
-    assert (await peer.reads())[1] == Status.ERROR
-    await peer.asked(ops.Add(2, b"/n", 1))
-    peer.hangs_up()
+    closing = asyncio.ensure_future(server.close())
     await settle()
-    again = await ours(server, peer.session)
-    assert await again.asked(ops.Add(1, b"/n", 1)) == 2, "its answer was lost on the way"
+    assert peer.stopped
+    log.stalled = False
+    log.end()
+    while not closing.done():
+        assert peer.stopped or peer.closing, "not even when there is room again"
+        await asyncio.sleep(0)
 
 
-@on_log
-async def test_a_confirmation_that_found_the_disk_full_is_not_answered(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
-    await peer.asked(ops.Set(1, b"/k", b"v"))
-    log.error, log.reserve = disk_full(), True
-    peer.asks(ops.Confirm(0, 1, [], 0))
-    await settle()
-    assert not peer.pending and not peer.closing and not session_of(server, peer).kept
+def test_a_clean_stop_does_not_wait_for_a_disk_that_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server_module, "CLOSE_S", 0.01)
 
-
-@on_log
-async def test_clients_come_and_go_while_the_disk_is_full(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
-    log.error, log.reserve = disk_full(), True
-    peer.hangs_up()
-    await settle()
-    assert not session_of(server, peer).attached
-    again, new = await ours(server, peer.session), await ours(server)
-    assert session_of(server, again).attached and session_of(server, new).attached
-
-
-@pytest.mark.parametrize("reserve", [True, False])
-def test_a_server_without_room_can_be_closed(reserve: bool) -> None:
     async def main() -> None:
         log = FakeLog()
         server = StoreServer(Settings(), log)
         await server.open([])
-        await ours(server)
-        log.error, log.reserve = disk_full(), reserve
+        peer = await ours(server)
+        log.stalled = True
+        peer.asks(ops.Add(1, b"/n", 1))
+        await settle()
         await asyncio.wait_for(server.close(), AMPLE_S)
-        assert log.closed
+        assert log.closed and not log.saved, "a snapshot needs a log that is idle"
+
+    asyncio.run(main())
+
+
+# Bugs
+
+
+@pytest.mark.parametrize("kind", [Ours, Torch])
+def test_a_bug_leaves_nobody_waiting(kind: type[Ours | Torch], monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: Any) -> None:
+        raise KeyError("bug")
+
+    async def main() -> None:
+        log = FakeLog()
+        server = StoreServer(Settings(), log)
+        await server.open([])
+        peer: Any = kind(server)
+        await peer.greets()
+        handler = peer.connection.handler
+        with monkeypatch.context() as broken:
+            broken.setattr(type(handler), "_run", bug)
+            broken.setattr(type(handler), "_park", bug)
+            peer.says(frame(ops.Add(1, b"/n", 1)) if kind is Ours else encode(Opcode.ADD, b"/n", 1))
+            await settle()
+        assert handler._pending == handler._queued == 0
+        assert server.log is not None and server.log.bytes == 0
+        if kind is Ours:
+            assert await peer.asked(ops.Add(2, b"/n", 1)) == 1
+        else:
+            peer.asks(Opcode.ADD, b"/n", 1)
+            assert await peer.number() == 1
+        await server.close()
 
     asyncio.run(main())
 
@@ -604,3 +651,38 @@ async def test_many_long_lists_at_once_are_made_a_few_at_a_time(server: StoreSer
     assert made == 0
     assert [(await peer.reads())[0] for _ in range(100)] == list(range(1, 101))
     assert await peer.asked(ops.Count(101, b"/key/")) == len(keys)
+
+
+@on_log(max_connection_memory=32 * MIB)
+async def test_a_list_that_is_too_long_is_not_made_first(server: StoreServer, log: FakeLog) -> None:
+    peer, other = await ours(server), await torch(server)
+    await peer.asked(ops.Set(1, b"/k", b"v" * (8 * MIB)))
+    keys = [b"/k"] * (SLICE_ITEMS + 1)
+    tracemalloc.start()
+    try:
+        peer.asks(ops.MultiPeek(2, keys))
+        number, status, (name, fields) = await peer.reads()
+        assert (number, status, name) == (2, Status.ERROR, "LimitExceeded") and fields["limit"] == 32 * MIB
+        other.asks(Opcode.MULTI_GET, len(keys), *keys)
+        await other.ends()
+        assert tracemalloc.get_traced_memory()[1] < 100 * MIB
+    finally:
+        tracemalloc.stop()
+
+
+@on_log
+async def test_a_list_of_large_values_is_made_a_slice_of_bytes_at_a_time(server: StoreServer, log: FakeLog) -> None:
+    peer = await ours(server)
+    await peer.asked(ops.Set(1, b"/k", b"v" * 100_000))
+    keys = [b"/k"] * 100 + [b"/none"] * SLICE_ITEMS
+    slices: list[int] = []
+
+    def encode_some(items: list[Any]) -> bytes:
+        slices.append(sum(map(len, filter(None, items))))
+        return native.encode_items(items)
+
+    values = [b"v" * 100_000] * 100 + [None] * SLICE_ITEMS
+    done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    encode_in_slices(values, encode_some, 1 << 30, lambda parts, size: done.set_result(size))
+    assert await done == len(native.encode_items(values)) and max(slices) <= SLICE_BYTES and len(slices) > 9
+    assert await peer.asked(ops.MultiPeek(2, keys)) == values

@@ -137,7 +137,7 @@ async def test_the_sessions_of_a_dropped_namespace_end(server: StoreServer, log:
     again = await Ours.dial(main_port(server))
     _, why = await again.greets(peer.session)
     assert why == "unknown session: expired, or created by another server"
-    assert not server._deadlines, "what they waited for is nobody's deadline any more"
+    assert not server.clock.deadlines, "what they waited for is nobody's deadline any more"
 
 
 @both

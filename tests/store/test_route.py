@@ -7,7 +7,7 @@ import pytest
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, ConnectionLost
 from rallypoint.net import Endpoint, Endpoints
-from rallypoint.server.server import RETURN_S
+from rallypoint.server.clock import RETURN_S
 from rallypoint.store.route import GROWTH, LEAST_S, MENDS, PATIENCE_S, PAUSE_S, RESUMING_S, Cuts, Route, Search
 
 A, B, C = (Endpoint(name, 1) for name in "abc")

@@ -87,11 +87,17 @@ class ServerBase:
         self.sockets = list(sockets)
         loop.call_later(SWEEP_S, self._sweep)
 
-    async def close(self) -> None:
-        """Stop listening and hang up on everybody."""
+    def stop(self) -> None:
+        """Stop listening and reading; replies are still sent."""
         self._closed = True
         for server in self._servers:
             server.close()
+        for connection in self._connections:
+            connection.stop()
+
+    async def close(self) -> None:
+        """Stop listening and hang up on everybody."""
+        self.stop()
         for connection in list(self._connections):
             connection.close()
         await asyncio.sleep(0)
@@ -142,6 +148,10 @@ class ServerBase:
 
     def sweep(self) -> None:
         """Do what is due once a second."""
+
+    def health(self) -> str:
+        """Return what to answer who asks whether the server is well."""
+        return "ok"
 
     def holdings(self) -> dict[str, Any]:
         """Return what is stored, in numbers."""

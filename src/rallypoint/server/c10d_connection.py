@@ -1,7 +1,8 @@
 """The server's end of PyTorch's protocol on one connection. The protocol has no errors: what goes wrong ends it.
 
 Requests that change something go through the log where there is one, and run when they are committed; the rest runs at
-once, or behind the connection's own changes: replies come in the order of the requests, for they have no numbers.
+once, or behind the connection's own changes: replies come in the order of the requests, for they have no numbers. While
+the peer takes no replies, what a commit brings is parked: answers of changes, and large reads before they are made.
 
 Better than the reference server, and safe for its clients: waits end only when true, poppers get their turn in the
 order they came, a barrier's arrival that gives up is taken back, and multi_set and multi_get are atomic.
@@ -9,17 +10,19 @@ order they came, a barrier's arrival that gives up is taken back, and multi_set 
 
 from __future__ import annotations
 
+from collections import deque
 from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.core import entries, ops
 from rallypoint.core.engine import EXECUTE
-from rallypoint.core.records import LATER, Waiter
-from rallypoint.core.session import Visitor
+from rallypoint.core.records import LATER, Waiter, weigh
 from rallypoint.core.state import Namespace
+from rallypoint.core.visitor import Visitor
 from rallypoint.errors import StoreError
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.c10d import ENCODE_ANSWER, WAITED, Decoder, encode_items, encode_list_head
-from rallypoint.server.native_connection import MAX_QUEUED_BYTES, QUEUED_BYTES, REPLIES_BYTES
+from rallypoint.server.commit import MAX_QUEUED_BYTES, QUEUED_BYTES, gives_back
+from rallypoint.server.native_connection import REPLIES_BYTES
 from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices
 
 if TYPE_CHECKING:
@@ -35,27 +38,20 @@ _HOLDING = frozenset((ops.Await, ops.Arrive))
 _ITS_OWN = _HOLDING | {ops.Drop}
 """Operations that concern what this client holds, and are its visitor's to carry out."""
 
+_LARGE = frozenset((ops.Peek, ops.MultiPeek, ops.List))
+"""Reads whose replies may be much larger than they are."""
+
+_WAITED = ops.Await(0, b"")
+"""What a wait that has ended is parked as."""
+
 
 class C10dConnection:
     """One PyTorch client's connection."""
 
     __slots__ = (
-        "_awaits",
-        "_connection",
-        "_decoder",
-        "_engine",
-        "_held",
-        "_limit",
-        "_listing",
-        "_namespace",
-        "_numbers",
-        "_pending",
-        "_queued",
-        "_replies",
-        "_rest",
-        "_server",
-        "visitor",
-    )
+        "_awaits", "_connection", "_decoder", "_deferred", "_engine", "_halted", "_limit", "_listing", "_namespace",
+        "_numbers", "_parked", "_parked_bytes", "_pending", "_queued", "_replies", "_rest", "_server", "visitor"
+    )  # fmt: skip
 
     def __init__(self, server: StoreServer, connection: Connection, namespace: Namespace) -> None:
         self.visitor = Visitor(server.new_visitor(), namespace.id, namespace.engine)
@@ -68,8 +64,11 @@ class C10dConnection:
         self._decoder = Decoder(self._limit)
         self._rest = b""
         self._replies: list[bytes] | None = None
-        self._held: list[bytes] | None = None  # replies that wait until a long list was sent
-        self._listing = False  # whether a list waits for its turn, and what came behind it for the list
+        self._parked: deque[tuple[ops.Op, Any, int]] = deque()  # requests, their answers (LATER: not read yet), sizes
+        self._parked_bytes = 0
+        self._listing = False  # whether a long list is being encoded
+        self._deferred: tuple[ops.Op, int] | None = None  # a request that waits for room in the queue of the log
+        self._halted = False  # whether requests wait for either
         self._pending = 0
         self._awaits = 0
         self._numbers = 0
@@ -78,7 +77,7 @@ class C10dConnection:
     @property
     def held(self) -> int:
         """How many bytes of requests are held that could not be carried out yet."""
-        return len(self._rest) + self._decoder.held + self._queued
+        return len(self._rest) + self._decoder.held + self._parked_bytes
 
     @property
     def greeted(self) -> bool:
@@ -88,14 +87,14 @@ class C10dConnection:
     @property
     def blocked(self) -> bool:
         """Whether requests wait until the answers so far have been sent: call `receive(b"")` then."""
-        return bool(self._rest) and self._held is None and not self._listing
+        return bool(self._rest or self._parked) and not self._halted
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
         """The keys that this client waits for."""
         return self.visitor.waits_for
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data: bytes) -> bytes:
         """Carry out the requests in what came, and return the answers. Raises BadMessage, and is of no use after."""
         if self._rest:
             data, self._rest = self._rest + data, b""
@@ -105,6 +104,10 @@ class C10dConnection:
         read, visitor, engine, limit = self._decoder.read, self.visitor, self._engine, self._limit
         direct = self._server.log is None
         try:
+            if self._parked:
+                owed = self._catch_up(replies)
+                if self._parked or self._halted:
+                    self._rest, at = data, end
             while at < end:
                 op, stop = read(data, at)
                 if op is None:
@@ -123,7 +126,7 @@ class C10dConnection:
                 else:
                     reply = self._request(op, stop - at)
                 at = stop
-                if self._held is not None or self._listing:
+                if self._halted:
                     self._rest = data[at:]
                     break
                 if reply:
@@ -138,8 +141,10 @@ class C10dConnection:
             self._replies = None
         return replies[0] if len(replies) == 1 else b"".join(replies)
 
-    def end(self, now: float) -> None:
+    def end(self) -> None:
         """Note that the connection is gone."""
+        self._parked.clear()
+        self._deferred = None
         visitor = self.visitor
         visitor.link = None
         self._forget_read()
@@ -157,8 +162,10 @@ class C10dConnection:
         """Send the answer of a wait: they all have the same."""
         if self._replies is not None:  # its own request ended it: the answer comes before what it asked next
             self._replies.append(WAITED)
+        elif self._parked or self._listing:
+            self._parked.append((_WAITED, None, 0))
         else:
-            self._send(WAITED)
+            self._connection.send(WAITED)
 
     def _request(self, op: ops.Op, size: int) -> bytes:
         """Carry out a request, or have it carried out; return the reply, or nothing where that comes later."""
@@ -169,7 +176,10 @@ class C10dConnection:
         if log is not None:
             changes = visitor.changes(op)
             if changes or self._pending:
-                self._submit(log, op, size, changes)
+                if log.crowded:
+                    self._defer(log, op, size)
+                else:
+                    self._submit(log, op, size, changes)
                 return b""
         if isinstance(op, ops.Await) and visitor.waiter is None and visitor.turn is None and self._engine.holds(op.key):
             return WAITED
@@ -177,6 +187,11 @@ class C10dConnection:
 
     def _run(self, op: ops.Op) -> bytes:
         """Carry out a request; return the reply, or nothing where that comes later."""
+        answer = self._execute(op)
+        return b"" if answer is LATER else self._encode(op, answer)
+
+    def _execute(self, op: ops.Op) -> Any:
+        """Carry out a request; return its answer, or `LATER`."""
         visitor, engine, kind = self.visitor, self._engine, op.__class__
         if kind in _ITS_OWN or visitor.waiter is not None or visitor.turn is not None:
             answer = self._server.state.visit(visitor, op)
@@ -189,37 +204,51 @@ class C10dConnection:
                 visitor.waiter, answer = answer, LATER
         if engine.outbox:
             self._server.settle(engine)
-        if answer is LATER:
-            return b""
         if isinstance(answer, StoreError):
             raise BadMessage(str(answer))
+        return answer
+
+    def _encode(self, op: ops.Op, answer: Any) -> bytes:
         if answer.__class__ is list and len(answer) > SLICE_ITEMS:
             return self._send_list(op, answer)
-        return ENCODE_ANSWER[kind](op, answer, self._limit)
+        return ENCODE_ANSWER[op.__class__](op, answer, self._limit)
 
     def _send_list(self, op: ops.Op, items: list[Any]) -> bytes:
         """Send a long list; what is answered meanwhile is sent behind it, for replies have no numbers."""
-        self._held = []
+        self._listing = self._halted = True
         self._connection.stall()
 
         def done(parts: list[bytes], size: int) -> None:
-            held, self._held = self._held or [], None
+            self._listing = False
+            self._halted = self._deferred is not None
             if self._connection.closing:
                 return
             if size > self._limit:
                 self._connection.drop(f"an answer of {size} bytes, the limit is {self._limit}")
                 return
-            self._connection.send_parts([encode_list_head(op, len(items)), *parts, *held])
+            self._connection.send_parts([encode_list_head(op, len(items)), *parts])
             self._connection.read_on()
 
         encode_in_slices(items, encode_items, self._limit, done)
         return b""
 
-    def _send(self, data: bytes) -> None:
-        if self._held is not None:
-            self._held.append(data)
-        else:
-            self._connection.send(data)
+    # The way through the log
+
+    def _defer(self, log: CommitQueue, op: ops.Op, size: int) -> None:
+        """Keep a request, and what came behind it, until the queue of the log has room."""
+        self._deferred, self._halted = (op, size), True
+        self._parked_bytes += size
+        self._connection.stall()
+        log.wait_for_room(self._admitted)
+
+    def _admitted(self) -> None:
+        log = self._server.log
+        if self._deferred is not None and log is not None:
+            (op, size), self._deferred = self._deferred, None
+            self._halted = self._listing
+            self._parked_bytes -= size
+            self._submit(log, op, size, self.visitor.changes(op))
+            self._connection.read_on()
 
     def _submit(self, log: CommitQueue, op: ops.Op, size: int, changes: bool) -> None:
         """Have a request run once it is in the log, or once what came before it is."""
@@ -230,9 +259,6 @@ class C10dConnection:
             record = entries.encode(entries.Visit(visitor.serial, visitor.namespace, cast(Any, op)))
         else:
             record = None
-        if kind is ops.List:
-            self._listing = True
-            self._connection.stall()
         size += QUEUED_BYTES
         self._pending += 1
         self._awaits += awaits
@@ -243,31 +269,65 @@ class C10dConnection:
 
     def committed(self, work: ops.Op, size: int) -> None:
         """Carry out a request whose turn has come."""
-        if work.__class__ is ops.List:
-            self._listing = False
+        connection = self._connection
         try:
-            reply = self._run(work) if self._namespace.id in self._server.state.namespaces else b""
-            if reply and not self._connection.closing:
-                self._send(reply)
+            if self._namespace.id not in self._server.state.namespaces:
+                return
+            if self._parked or self._listing or connection.paused or connection.closing:
+                self._park(work, size)
+                return
+            reply = self._run(work)
+            if reply:
+                connection.send(reply)
         except BadMessage as error:
-            if not self._connection.closing:
-                self._connection.drop(str(error))
-        if self.visitor.link is None:  # its client is gone
-            self._forget_read()
-        self._dequeue(work, size)
+            if not connection.closing:
+                connection.drop(str(error))
+        finally:
+            if self.visitor.link is None:  # its client is gone
+                self._forget_read()
+            self._dequeue(work, size)
 
-    def refuse(self, work: ops.Op, size: int, error: StoreError) -> bool:
+    def _park(self, op: ops.Op, size: int) -> None:
+        """Carry out a request, but for a large read, and let the reply wait."""
+        answer: Any = LATER
+        if op.__class__ not in _LARGE:
+            answer = self._execute(op)
+            if answer is LATER:
+                return
+            size += weigh(answer)
+        elif self.visitor.turn is not None:
+            self._execute(ops.Ping(0))  # which ends the turn, as the read does in the log
+        if not self._connection.closing:
+            self._parked.append((op, answer, size))
+            self._parked_bytes += size
+            self._connection.recount()
+
+    def _catch_up(self, replies: list[bytes]) -> int:
+        """Add replies that were parked; return how much they are."""
+        owed = 0
+        while self._parked and owed <= REPLIES_BYTES and not self._halted:
+            op, answer, size = self._parked.popleft()
+            self._parked_bytes -= size
+            if answer is LATER:  # not by the visitor, which may have a new turn: no log has this read
+                answer = EXECUTE[op.__class__](self._engine, op, None)
+            replies.append(self._encode(op, answer))
+            owed += len(replies[-1])
+        return owed
+
+    def refuse(self, work: ops.Op, size: int, error: StoreError, last: bool) -> bool:
         """Close the connection of a request that could not be written to the log: the protocol has no errors."""
-        self._dequeue(work, size)
+        if not last and gives_back(work):
+            return False
         if not self._connection.closing:
             self._connection.drop(str(error))
+        self._dequeue(work, size)
         return True
 
     def _dequeue(self, op: ops.Op, size: int) -> None:
         self._pending -= 1
         self._awaits -= op.__class__ in _HOLDING
         self._queued -= size
-        if self._queued <= MAX_QUEUED_BYTES // 2 and self._held is None and not self._listing:
+        if self._queued <= MAX_QUEUED_BYTES // 2 and not self._halted:
             self._connection.read_on()
-        if not self._queued:
-            self._connection.recount()
+        if self._parked:
+            self._connection.go_on()

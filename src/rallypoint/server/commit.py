@@ -6,10 +6,14 @@ meanwhile goes with the next, so one `fdatasync` serves them all. A commit begin
 brought nothing more for it: with 64 busy clients it has an entry of each, where it had half of them before. When it is
 done, the items of that commit run in their order: state order is log order, and nobody sees what is not committed.
 
-A commit that finds the disk full changes nothing: requests in it are refused, and reads in it run. What cannot be
-refused (a client comes or goes, a grace is over, an answer is confirmed) is committed into the storage's reserve, so
-that a server without room can still be read from. Any other failure of the storage ends the process: what is on disk
-is then unknown, and a restart finds out.
+A commit that finds the disk full changes nothing: requests in it are refused and reads in it run, in their order. What
+must not be refused (a client comes or goes, a lock is released, an answer is confirmed) is committed into the storage's
+reserve, so that a server without room can still be read from. Once the reserve is used up, that is refused, too: it is
+its submitter's to try again. Nothing stays in the queue, so nobody waits behind it. Any other failure of the storage
+ends the process: what is on disk is then unknown, and a restart finds out.
+
+The queue counts its bytes. While it is crowded, connections submit nothing and wait for room: the log of a slow disk
+must not become a way around the limits on memory.
 
 Rejected: to apply at once and hold back the replies until the commit. Reads would see what may never be, held replies
 escape the limits on what a slow reader may make us hold, and a failed commit would have to undo the state.
@@ -25,9 +29,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from rallypoint.core import barrier, ops
+from rallypoint.core.machine import Undo
 from rallypoint.errors import DiskFull, StoreError
+from rallypoint.storage import Storage
 
-__all__ = ["CommitQueue", "Log", "Submitter"]
+__all__ = ["MAX_QUEUED_BYTES", "QUEUED_BYTES", "CommitQueue", "Submitter", "gives_back"]
 
 _log = logging.getLogger("rallypoint.server")
 
@@ -40,18 +47,22 @@ MAX_BYTES = 16 * 1024 * 1024
 GATHER_S = 0.0005
 """How long a commit may be put off while every turn of the event loop brings more for it."""
 
-RETRY_S = 0.5
-"""How long to wait after the disk was full, before entries are tried again that must not be refused."""
+QUEUED_BYTES = 100
+"""What a request that waits to be committed costs beside its own bytes; near enough for a limit."""
+
+MAX_QUEUED_BYTES = 1024 * 1024
+"""How many bytes of requests of one connection may wait to be committed before no more is read from it."""
+
+CALM_S = 5.0
+"""How long a full disk must have had room before the log says so: small commits may fit while large ones do not."""
 
 
-class Log(Protocol):
-    """Where entries become durable."""
+_GIVING_BACK = frozenset((ops.Confirm, ops.Drop, ops.Unlease, ops.Bye, ops.Delete))
 
-    def commit(self, records: list[bytes], done: Callable[[BaseException | None], None], urgent: bool = False) -> None:
-        """Write records, and call `done`, after this returns and in any thread, once they are durable or failed.
 
-        What is urgent may use the space that is kept in reserve.
-        """
+def gives_back(op: ops.Op) -> bool:
+    """Return whether a request frees something, and so may use the reserve of a full disk."""
+    return op.__class__ in _GIVING_BACK or (isinstance(op, ops.Act) and isinstance(op.command, (Undo, barrier.Leave)))
 
 
 class Submitter(Protocol):
@@ -60,8 +71,11 @@ class Submitter(Protocol):
     def committed(self, work: Any, size: int) -> None:
         """Carry out what was submitted: it is durable, and so is all that was submitted before it."""
 
-    def refuse(self, work: Any, size: int, error: StoreError) -> bool:
-        """Refuse what was submitted, for the disk is full; False: it cannot be refused, and is to be tried again."""
+    def refuse(self, work: Any, size: int, error: StoreError, last: bool) -> bool:
+        """Refuse what was submitted, for the disk is full; return False to have it use the reserve instead.
+
+        With `last` there is no reserve left: it is out of the queue, whatever this returns.
+        """
 
 
 Item = tuple[bytes | None, Submitter, Any, int]
@@ -71,27 +85,32 @@ Item = tuple[bytes | None, Submitter, Any, int]
 class CommitQueue:
     """What waits to be committed, and what to do then."""
 
-    def __init__(self, log: Log, failed: Callable[[BaseException], None], ran: Callable[[], None]) -> None:
-        self._log = log
+    def __init__(self, storage: Storage, failed: Callable[[BaseException], None], max_bytes: int = 1 << 62) -> None:
+        self._storage = storage
         self._failed = failed
-        self._ran = ran
+        self._max_bytes = max_bytes
         self._loop = asyncio.get_running_loop()
         self._thread = threading.get_ident()
         self._waiting: deque[Item] = deque()
         self._committing: list[Item] = []
+        self._turned_away: deque[Callable[[], None]] = deque()
         self._scheduled = False
         self._gathered = 0  # how many were waiting when it was last put off
         self._begin_by = 0.0
         self._urgent = False
-        self._full = False
-        self._retrying = False
         self._broken = False
-        self.commits = 0
+        self._told_full = False
+        self._full_at = 0.0
+        self.disk_full = False
+        """Whether the last commit found no room, but for the reserve."""
+
+        self.bytes = 0
+        """What the queue holds: records, and the operations in them."""
 
     @property
-    def out_of_room(self) -> bool:
-        """Whether entries wait for the disk to have room again: clients that have gone, graces that are over."""
-        return self._retrying
+    def crowded(self) -> bool:
+        """Whether the queue holds as much as it may: submit nothing for a client, and `wait_for_room`."""
+        return self.bytes > self._max_bytes
 
     @property
     def idle(self) -> bool:
@@ -101,7 +120,12 @@ class CommitQueue:
     def submit(self, record: bytes | None, submitter: Submitter, work: Any, size: int = 0) -> None:
         """Have work carried out by `submitter.committed` once its record, and everything before it, is durable."""
         self._waiting.append((record, submitter, work, size))
+        self.bytes += size if record is None else size + len(record)
         self._schedule()
+
+    def wait_for_room(self, resume: Callable[[], None]) -> None:
+        """Have `resume` called once the queue is not crowded any more; the first who waits is the first to go on."""
+        self._turned_away.append(resume)
 
     def _schedule(self) -> None:
         """Go on in the next turn of the loop, so that all that comes in this one goes together."""
@@ -117,10 +141,19 @@ class CommitQueue:
             self._gathered = waiting
             self._loop.call_soon(self._start)
             return
-        self._scheduled = self._retrying = False
+        self._scheduled = False
         if not self._committing:
             self._carry_out(self._begin())
-            self._schedule()
+            self._go_on()
+
+    def _go_on(self) -> None:
+        """Let those in who wait for room, and begin with what is next."""
+        while self._turned_away and not self.crowded:
+            try:
+                self._turned_away.popleft()()
+            except Exception:
+                _log.exception("a bug: a connection cannot go on")
+        self._schedule()
 
     def _begin(self) -> list[Item]:
         """Begin to commit what waits, as much as one commit may have; where that is reads alone, return them."""
@@ -142,9 +175,8 @@ class CommitQueue:
         return []
 
     def _commit(self, records: list[bytes], urgent: bool = False) -> None:
-        self.commits += 1
         self._urgent = urgent
-        self._log.commit(records, self._done, urgent)
+        self._storage.commit(records, self._done, urgent)
 
     def _done(self, error: BaseException | None) -> None:
         if threading.get_ident() == self._thread:
@@ -159,49 +191,67 @@ class CommitQueue:
         """After a commit: carry out what was committed, then begin the next one."""
         items, self._committing = self._committing, []
         if error is None:
-            self._note_room(None)
+            self._note_room()
             self._carry_out(items)
         elif isinstance(error, DiskFull):
             self._no_room(items, error)
         else:
             self._broken = True  # nothing more is begun: what it would build on is unknown
             self._failed(error)
-        self._schedule()
+        self._go_on()
 
     def _carry_out(self, items: list[Item]) -> None:
-        for _, submitter, work, size in items:
+        for record, submitter, work, size in items:
+            self.bytes -= size if record is None else size + len(record)
             try:
                 submitter.committed(work, size)
             except Exception:  # a bug, and one that must not take the others along
                 _log.exception("a bug: %.200r failed", work)
-        if items:
-            self._ran()
 
-    def _note_room(self, error: StoreError | None) -> None:
-        """Log that the disk is full, and that it has room again; each once."""
-        if error is not None and not self._full:
-            _log.warning("the disk is full, and changes are refused until there is room: %s", error)
-        elif error is None and self._full and not self._urgent:
-            _log.warning("the disk has room again")
-        self._full = error is not None or (self._full and self._urgent)
-
-    def _refuse(self, item: Item, error: StoreError) -> bool:
-        _, submitter, work, size = item
-        try:
-            return submitter.refuse(work, size, error)
-        except Exception:
-            _log.exception("a bug: refusing %.200r failed", work)
-            return True
+    # A full disk
 
     def _no_room(self, items: list[Item], error: StoreError) -> None:
-        """Refuse what can be refused; for the rest there is a reserve, and else it waits."""
-        self._note_room(error)
-        self._carry_out([item for item in items if item[0] is None])
-        again = [item for item in items if item[0] is not None and not self._refuse(item, error)]
-        if again and not self._urgent:
+        """Refuse what can be refused and carry out reads, in order; commit the rest into the reserve.
+
+        What a client asked behind something that goes there waits for that.
+        """
+        self._note_full(error)
+        last, again = self._urgent, list[Item]()
+        behind: set[Submitter] = set()
+        for item in items:
+            record, submitter, _, _ = item
+            if submitter in behind and record is None:
+                again.append(item)
+            elif record is None:
+                self._carry_out([item])
+            elif not self._refuse(item, error, last):
+                again.append(item)
+                behind.add(submitter)
+        if again:
             self._committing = again
             self._commit([record for record, *_ in again if record is not None], urgent=True)
-        elif again:
-            self._waiting.extendleft(reversed(again))
-            self._scheduled = self._retrying = True
-            self._loop.call_later(RETRY_S, self._start)
+
+    def _refuse(self, item: Item, error: StoreError, last: bool) -> bool:
+        record, submitter, work, size = item
+        try:
+            refused = submitter.refuse(work, size, error, last) or last
+        except Exception:
+            _log.exception("a bug: refusing %.200r failed", work)
+            refused = True
+        if refused:
+            self.bytes -= size + len(record or b"")
+        return refused
+
+    def _note_full(self, error: StoreError) -> None:
+        """Log that the disk is full, once until it has had room for a while."""
+        if not self._told_full:
+            _log.warning("the disk is full, and changes are refused until there is room: %s", error)
+        self.disk_full = self._told_full = True
+        self._full_at = time.monotonic()
+
+    def _note_room(self) -> None:
+        if self._told_full and not self._urgent:
+            self.disk_full = False
+            if time.monotonic() - self._full_at >= CALM_S:
+                self._told_full = False
+                _log.warning("the disk has room again")

@@ -9,7 +9,6 @@ what all hold. One that reads nothing at all is cut by the kernel, and one whose
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from rallypoint import net
@@ -51,24 +50,26 @@ class ProtocolHandler(Protocol):
     def greeted(self) -> bool:
         """Whether the peer has done what this protocol begins with."""
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data: bytes) -> bytes:
         """Take what came, return what to send; raise BadMessage when the connection has to go."""
 
-    def end(self, now: float) -> None:
+    def end(self) -> None:
         """Forget the connection."""
 
 
 class Connection(asyncio.Protocol):
     """The server's side of one socket."""
 
-    __slots__ = ("_early", "_held", "_server", "_shared", "_stalled", "_transport", "_watch", "handler", "paused")
+    __slots__ = (
+        "_early", "_held", "_server", "_shared", "_stalled", "_stopped", "_transport", "_watch", "handler", "paused"
+    )  # fmt: skip
 
     def __init__(self, server: ServerBase) -> None:
         self._server = server
         self.paused = False
         """Whether the peer has to read before more is written for it."""
 
-        self._stalled = False
+        self._stalled = self._stopped = False
         self._held = 0
         self._shared = 0  # of what was written since the transport was last able to keep up, what others get too
         self._early = b""
@@ -88,7 +89,7 @@ class Connection(asyncio.Protocol):
             self._watch.stop()
             self._watch = None
         if self.handler is not None:
-            self.handler.end(time.monotonic())
+            self.handler.end()
             self.handler = None
         self._hold(0)
         self._server.left(self)
@@ -101,7 +102,7 @@ class Connection(asyncio.Protocol):
             if handler is None:
                 return
         try:
-            reply = handler.receive(data, time.monotonic())
+            reply = handler.receive(data)
         except BadMessage as error:
             self.drop(str(error))
             return
@@ -155,10 +156,16 @@ class Connection(asyncio.Protocol):
             self._transport.pause_reading()
 
     def read_on(self) -> None:
-        """Read again after `stall`."""
+        """Read again after `stall`, and go on with what waits."""
         if self._stalled:
-            self._stalled = False
+            self._stalled = self._stopped
             self.go_on()
+
+    def stop(self) -> None:
+        """Read no more, for the server is about to end."""
+        self._stopped = True
+        if not self._transport.is_closing():
+            self.stall()
 
     def recount(self) -> None:
         """Count again what is held for the peer, where that changes without anything having come from it."""

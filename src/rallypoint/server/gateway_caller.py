@@ -76,19 +76,19 @@ class GatewayCaller:
         """Whether requests wait until the answers so far have been sent."""
         return bool(self._backlog) and not self._greeting and not (self.session is not None and self.session.busy)
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data: bytes) -> bytes:
         """Take what came; its answers are sent when they are known. Raises BadMessage, and is of no use after."""
         for payload in self._frames.feed(data):
             self._backlog.append(payload)
             self._waiting += len(payload)
-        self._pump(now)
+        self._pump(time.monotonic())
         return b""
 
-    def end(self, now: float) -> None:
+    def end(self) -> None:
         """Note that the connection is gone."""
         self._over = True
         if self.session is not None:
-            self._sessions.cut(self.session, self, now)
+            self._sessions.cut(self.session, self, time.monotonic())
 
     # What a session calls
 

@@ -81,7 +81,7 @@ class GatewayConversation:
         """How many of its requests wait for something to come true."""
         return int(bool(self.waits_for))
 
-    def receive(self, data: bytes, now: float = 0.0) -> bytes:
+    def receive(self, data: bytes) -> bytes:
         """Take what came; its answers are sent when they are known. Raises BadMessage, and is of no use after."""
         try:
             self._collect(data)
@@ -91,7 +91,7 @@ class GatewayConversation:
                 self._connection.stall()
         return b""
 
-    def end(self, now: float = 0.0) -> None:
+    def end(self) -> None:
         """Note that the connection is gone: give up its wait and its turn, and see through what it has written."""
         self._over = True
         if self._wait is not None:

@@ -1,9 +1,10 @@
 """The server's end of HTTP, for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
 
-`GET /healthz` answers "ok" while the server serves, `GET /about` which server this is and `GET /statistics` what it
-holds and who is here, both as JSON. `GET /` is a plain page that says what this is, what it holds and who is here, as
-far as a person reads. `PUT /doors/RUN/SCOPE?round=N` opens the port of a round (`server/rounds.py`) and answers its
-number, and `DELETE /doors/RUN/SCOPE` closes it, if it is not that of a later round; without the scope, whichever it is.
+`GET /healthz` answers "ok" while the server serves, and tells where its disk is full. `GET /about` tells which server
+this is and `GET /statistics` what it holds and who is here, both as JSON. `GET /` is a plain page that says what this
+is, what it holds and who is here, as far as a person reads. `PUT /doors/RUN/SCOPE?round=N` opens the port of a round
+(`server/rounds.py`) and answers its number, and `DELETE /doors/RUN/SCOPE` closes it, if it is not that of a later
+round; without the scope, whichever it is.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ class HttpHandler:
         self._waiting = False  # for a round to be opened or closed
         self._answers: list[bytes] = []
 
-    def receive(self, data: bytes, now: float = 0.0) -> bytes:
+    def receive(self, data: bytes) -> bytes:
         """Answer the requests in what came, and hang up where the peer wants that or HTTP demands it."""
         if data:  # to h11, no bytes would mean that no more will come
             self._http.receive_data(data)
@@ -80,7 +81,7 @@ class HttpHandler:
             self._connection.close()
         return b""
 
-    def end(self, now: float = 0.0) -> None:
+    def end(self) -> None:
         """Nothing outlives an HTTP connection."""
 
     def _answer(self, answers: list[bytes]) -> bool:
@@ -124,7 +125,7 @@ class HttpHandler:
         if request.method not in (b"GET", b"HEAD"):
             return 405, "text/plain", b"only GET and HEAD are answered here\n"
         if path == b"/healthz":
-            return 200, "text/plain", b"ok\n"
+            return 200, "text/plain", f"{self._server.health()}\n".encode()
         if path == b"/about":
             return 200, "application/json", json.dumps(self._server.about()).encode()
         if path == b"/statistics":

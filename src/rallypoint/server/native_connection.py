@@ -1,47 +1,47 @@
-"""The server's end of our own protocol on one connection: the greeting, then the requests of a session.
+"""The server's end of our own protocol on one connection: the requests of a session, after the `Greeting`.
 
 Requests that change something go through the log where there is one, and run when they are committed. Reads run at
-once, or behind the connection's own changes, so that a client sees its requests carried out in the order it sent them.
+once, or behind the connection's own changes.
+
+A peer that takes no replies must not make the server hold any, so a commit brings it none: its changes run, for the
+log's order is the state's, and their answers, which the session keeps anyway, are encoded when it reads on. Its reads
+wait as they came. Such a read may see what the client asked for behind it; it had no answer to either yet.
 """
 
 from __future__ import annotations
 
-import functools
-import secrets
 from collections import deque
-from typing import TYPE_CHECKING
+from itertools import islice
+from typing import TYPE_CHECKING, Any, cast
 
-from rallypoint.core import ops
-from rallypoint.core.entries import Attach, Open
-from rallypoint.core.records import LATER, Push, Status
+from rallypoint.core import entries, ops
+from rallypoint.core.records import LATER, Push
 from rallypoint.core.session import Session
 from rallypoint.core.state import Namespace
 from rallypoint.errors import LimitExceeded, StoreError
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import (
     GARBLED,
-    VERSION,
     Frames,
     SharedReply,
-    Welcome,
-    decode_hello,
     decode_request,
     encode_answer,
     encode_items,
     encode_list_head,
-    frame,
     misunderstood,
     unpack_length,
 )
+from rallypoint.server.clock import FOLLOWED
+from rallypoint.server.commit import MAX_QUEUED_BYTES, QUEUED_BYTES, gives_back
+from rallypoint.server.greeting import Greeting, give_back
 from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices
 
 if TYPE_CHECKING:
-    from typing import Any
-
+    from rallypoint.server.commit import CommitQueue
     from rallypoint.server.connection import Connection
     from rallypoint.server.server import StoreServer
 
-__all__ = ["MAX_QUEUED_BYTES", "QUEUED_BYTES", "REPLIES_BYTES", "NativeConnection"]
+__all__ = ["REPLIES_BYTES", "NativeConnection"]
 
 REPLIES_BYTES = 256 * 1024
 """How much is answered before the peer must have taken it; then the rest of what came waits."""
@@ -49,36 +49,17 @@ REPLIES_BYTES = 256 * 1024
 MAX_LISTS = 4
 """How many long lists one connection may have under way before its next requests wait."""
 
-QUEUED_BYTES = 100
-"""What a request that waits to be committed costs beside its own bytes; near enough for a limit."""
-
-MAX_QUEUED_BYTES = 1024 * 1024
-"""How many bytes of requests of one connection may wait to be committed before no more is read from it."""
-
-
-_RELEASES = frozenset((ops.Confirm, ops.Drop, ops.Unlease, ops.Bye))
-"""Requests that are carried out also where the disk is full: they free something, or nobody waits for an answer."""
+_LATE = b"late"
+"""What `_run` returns for an answer that is not encoded yet."""
 
 
 class NativeConnection:
     """One native client's connection, behind the preface."""
 
     __slots__ = (
-        "_backlog",
-        "_connection",
-        "_engine",
-        "_frames",
-        "_greeting",
-        "_halted",
-        "_lists",
-        "_namespace",
-        "_pending",
-        "_queued",
-        "_resuming",
-        "_server",
-        "held",
-        "session",
-    )
+        "_backlog", "_connection", "_crowded", "_engine", "_frames", "_greeting", "_halted", "_lists", "_namespace",
+        "_parked", "_parked_bytes", "_pending", "_queued", "_resending", "_resent", "_server", "held", "session"
+    )  # fmt: skip
 
     def __init__(self, server: StoreServer, connection: Connection, namespace: Namespace) -> None:
         self.session: Session | None = None
@@ -88,10 +69,14 @@ class NativeConnection:
         self._engine = namespace.engine
         self._frames = Frames(server.settings.max_connection_memory)
         self._backlog: deque[bytes] = deque()
-        self._greeting = False
-        self._resuming: Session | None = None  # what the greeting under way goes on with
+        self._greeting: Greeting | None = None  # the one that is under way
         self._lists = 0  # how many long lists are under way
-        self._halted = False  # whether requests wait for the greeting, or for lists
+        self._crowded = False  # whether the next request waits for room in the queue of the log
+        self._halted = False  # whether requests wait: for the greeting, for lists, or for the queue
+        self._parked: deque[tuple[ops.Op, int]] = deque()  # of what was committed: reads, and changes to be answered
+        self._parked_bytes = 0
+        self._resending = False  # pushes, after the session was resumed
+        self._resent = 0  # the number of the last one
         self._pending = 0
         self._queued = 0
         self.held = 0
@@ -99,20 +84,20 @@ class NativeConnection:
 
     @property
     def greeted(self) -> bool:
-        """Whether there is a session."""
-        return self.session is not None
+        """Whether there is a session, or about to be one."""
+        return self.session is not None or self._greeting is not None
 
     @property
     def blocked(self) -> bool:
         """Whether requests wait until the answers so far have been sent: call `receive(b"")` then."""
-        return bool(self._backlog) and not self._halted
+        return bool(self._backlog or self._parked or self._resending) and not self._halted
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
         """The keys that requests of this client wait for."""
         return self.session.waits_for if self.session is not None else ()
 
-    def receive(self, data: bytes, now: float) -> bytes:
+    def receive(self, data: bytes) -> bytes:
         """Carry out the requests in what came, and return the answers. Raises BadMessage, and is of no use after."""
         size = len(data)
         frames, backlog = self._frames, self._backlog
@@ -122,6 +107,8 @@ class NativeConnection:
         backlog.extend(frames.feed(data))
         replies: list[bytes] = []
         owed = 0
+        if self._parked or self._resending:
+            owed = self._catch_up(replies)
         while backlog and owed <= REPLIES_BYTES and not self._halted:
             reply = self._request(backlog.popleft())
             owed += len(reply)
@@ -132,31 +119,39 @@ class NativeConnection:
         return b"".join(replies)
 
     def _count(self) -> None:
-        self.held = self._frames.held + self._queued + sum(map(len, self._backlog))
+        self.held = self._frames.held + self._parked_bytes + sum(map(len, self._backlog))
 
-    def end(self, now: float) -> None:
+    def end(self) -> None:
         """Note that the connection is gone."""
+        self._parked.clear()
+        self._backlog.clear()
         if self.session is not None and self.session.link is self:
-            self._give_back(self.session)
+            give_back(self._server, self.session)
 
     def deliver(self, number: int, answer: Any) -> None:
         """Send an answer that became ready later, or a push."""
-        if self._greeting:
+        if self._greeting is not None:
             return  # it comes behind the welcome: pushes are sent again, and requests repeated
         if answer.__class__ is list and len(answer) > SLICE_ITEMS:
             self._send_list(number, answer)
             return
-        self._connection.send(encode_answer(number, answer))
-        session = self.session
-        if answer.__class__ is Push and session is not None and session.over:
-            self._connection.drop(session.overdue)
+        if answer.__class__ is not Push:
+            self._connection.send(encode_answer(number, answer))
+            return
+        if not self._resending:  # else its turn comes
+            self._connection.send(encode_answer(number, answer))
+        if self.session is not None and self.session.over:
+            self._connection.drop(self.session.overdue)
 
     # Requests
 
     def _request(self, payload: bytes) -> bytes | SharedReply:
         session = self.session
         if session is None:
-            return self._greet(payload)
+            self._halted = True
+            self._greeting = Greeting(self._server, self._connection, self._namespace.id, self)
+            self._greeting.begin(payload)
+            return b""
         carrier: object = session.link
         if carrier is not self:
             raise BadMessage("another connection carries its session now")
@@ -172,18 +167,18 @@ class NativeConnection:
         if op.number <= session.highest:
             self._check_repeated(session, op)
         if isinstance(op, ops.Beat):
-            self._server.beat(session)
+            self._server.clock.beat(session)
             return b""
         log = self._server.log
         if log is None or not (kind.changes or self._pending):
             return self._run(session, op)
+        if log.crowded:
+            self._wait_for_room(log, payload)
+            return b""
         size = len(payload) + QUEUED_BYTES
         self._pending += kind is not ops.Confirm  # which nothing waits for
-        if kind is ops.List:
-            self._count_lists(1)
         self._queued += size
-        self.held += size
-        record = self._server.record(session, payload) if kind.changes else None
+        record = entries.encode(entries.Request(session.serial, cast(Any, op))) if kind.changes else None
         log.submit(record, self, op, size)
         if self._queued > MAX_QUEUED_BYTES:
             self._connection.stall()
@@ -198,17 +193,18 @@ class NativeConnection:
         if op.changes and not session.knows(op.number) and op.number not in refusals:
             raise BadMessage(f"request {op.number} came again after it was confirmed")
 
-    def _run(self, session: Session, op: ops.Op) -> bytes | SharedReply:
-        """Carry out a request; return the reply, or nothing where that comes later."""
+    def _run(self, session: Session, op: ops.Op, late: bool = False) -> bytes | SharedReply:
+        """Carry out a request; return the reply, or nothing where that comes later; `late`: do not encode it yet."""
         answer = session.execute(op)
         server = self._server
         if self._engine.outbox:
             server.settle(self._engine)
-        if answer is LATER:
-            server.waits(session, op)
-            return b""
-        if op.__class__ in server.FOLLOWED:
-            server.follow_up(session, op)
+        if answer is LATER or op.__class__ in FOLLOWED:
+            server.clock.follow(session, op)
+            if answer is LATER:
+                return b""
+        if late:
+            return _LATE
         if answer.__class__ is list and len(answer) > SLICE_ITEMS:
             self._send_list(op.number, answer)
             return b""
@@ -232,101 +228,125 @@ class NativeConnection:
 
     def _count_lists(self, more: int) -> None:
         self._lists += more
-        self._halted = self._lists >= MAX_LISTS
+        self._halt()
+
+    def _halt(self) -> None:
+        self._halted = self._greeting is not None or self._crowded or self._lists >= MAX_LISTS
 
     def _go_on(self) -> None:
         """After what requests waited for: carry them out, and read on."""
-        if self._queued <= MAX_QUEUED_BYTES // 2:
+        if self._queued <= MAX_QUEUED_BYTES // 2 and not self._crowded:
             self._connection.read_on()
         if self.blocked:
             self._connection.go_on()
 
+    # The way through the log
+
+    def _wait_for_room(self, log: CommitQueue, payload: bytes) -> None:
+        """Put a request back, until the queue of the log has room."""
+        self._backlog.appendleft(payload)
+        self._crowded = self._halted = True
+        self._count()
+        self._connection.stall()
+        log.wait_for_room(self._admitted)
+
+    def _admitted(self) -> None:
+        self._crowded = False
+        self._halt()
+        self._go_on()
+
     def committed(self, work: ops.Op, size: int) -> None:
         """Carry out a request that is in the log now."""
-        if work.__class__ is ops.List:
-            self._count_lists(-1)
-        session = self.session
-        if session is not None and self._server.state.sessions.get(session.serial) is session:  # else it has ended
+        session, connection = self.session, self._connection
+        try:
+            if session is None or self._server.state.sessions.get(session.serial) is not session:
+                return  # it has ended
+            if self._parked or self._halted or connection.paused or connection.closing:
+                self._park(session, work, size)
+                return
             reply = self._run(session, work)
-            if reply and not self._connection.closing:
-                self._connection.send(reply)
-        self._dequeue(work, size)
+            if reply:
+                connection.send(reply)
+        finally:
+            self._pending -= work.__class__ is not ops.Confirm
+            self._queued -= size
+            self._go_on()
 
-    def refuse(self, work: ops.Op, size: int, error: StoreError) -> bool:
-        """Refuse a request that could not be written to the log; it has changed nothing."""
-        if work.__class__ in _RELEASES:
-            return False
-        if self.session is not None:
-            self._server.note_refusal(self.session, work.number)
-        self._connection.send(encode_answer(work.number, error))
-        self._dequeue(work, size)
-        return True
-
-    def _dequeue(self, op: ops.Op, size: int) -> None:
-        self._pending -= op.__class__ is not ops.Confirm
-        self._queued -= size
-        self.held -= size
-        self._go_on()
-        if self._queued == 0:
+    def _park(self, session: Session, op: ops.Op, size: int) -> None:
+        """Carry out a change, and answer it when the peer reads on; a read waits until then."""
+        answered = not op.changes or self._run(session, op, late=True)
+        if answered and not self._connection.closing:
+            self._parked.append((op, size))
+            self._parked_bytes += size
+            self.held += size
             self._connection.recount()
 
-    # The greeting
+    def _catch_up(self, replies: list[bytes]) -> int:
+        """Add what had to wait for the peer to read; return how much it is."""
+        owed = 0
+        while (self._resending or self._parked) and owed <= REPLIES_BYTES and not self._halted:
+            reply = bytes(self._resend() if self._resending else self._unpark())
+            owed += len(reply)
+            replies.append(reply)
+        return owed
 
-    def _greet(self, payload: bytes) -> bytes:
-        try:
-            hello = decode_hello(payload)
-        except GARBLED as error:
-            raise BadMessage(f"not a greeting: {error}") from None
-        server = self._server
-        if hello.version != VERSION:
-            why = f"version {hello.version} of the protocol is not spoken here, only {VERSION}"
-            return frame((0, Status.REFUSED, (server.state.identity, why)))
-        namespace = self._namespace.id
-        self._greeting = self._halted = True
-        if hello.session:
-            self._take_over(server.state.sessions_by_id.get(hello.session))
-            server.submit(Attach(hello.session, namespace, hello.pushes_seen), self._enter)
+    def _unpark(self) -> bytes | SharedReply:
+        """Return the reply to the first request that was parked, if there is one still."""
+        op, size = self._parked.popleft()
+        self._parked_bytes -= size
+        session = self.session
+        carrier: object = session.link if session is not None else None
+        if session is None or carrier is not self:
+            return b""
+        if not op.changes:
+            return self._run(session, op)
+        if op.number not in session.kept:
+            return b""
+        answer, _ = session.kept[op.number]
+        return encode_answer(op.number, answer)
+
+    def refuse(self, work: ops.Op, size: int, error: StoreError, last: bool) -> bool:
+        """Refuse a request that could not be written to the log; it has changed nothing."""
+        if not last and gives_back(work):
+            return False
+        session = self.session
+        if work.__class__ is ops.Confirm:
+            if session is not None:
+                self._server.try_again(entries.Request(session.serial, cast(Any, work)))
         else:
-            entry = Open(secrets.token_bytes(16), hello.name, namespace, hello.former)
-            server.submit(entry, functools.partial(self._enter, new=True))
-        return b""
-
-    def _take_over(self, session: Session | None) -> None:
-        """Carry a session, from whichever connection did before.
-
-        This is not left to the commit: if that connection ended before it, its end would be logged behind our greeting.
-        """
-        if session is not None and session.namespace == self._namespace.id and not session.over:
-            session.link = self
-            self._resuming = session
-
-    def _give_back(self, session: Session | None) -> None:
-        """Carry a session no more, which may have ended with its round."""
-        if session is not None and session.link in (None, self):
-            session.link = None
-            if self._server.state.sessions.get(session.serial) is session:
-                self._server.detach(session)
-
-    def _enter(self, answer: Session | str, new: bool = False) -> None:
-        """Welcome the client to its session, or tell why there is none."""
-        self._greeting = self._halted = False
-        resuming, self._resuming = self._resuming, None
-        server = self._server
-        if not isinstance(answer, Session):
-            server.refused_sessions += new
-            self._connection.send(frame((0, Status.REFUSED, (server.state.identity, str(answer)))))
-            self._give_back(resuming)
-            return
-        if self._connection.closing:  # it hung up before its greeting was committed
-            self._give_back(answer)
-            return
-        self.session = answer
-        answer.link = self
-        server.attached(answer)
-        settings = server.settings
-        welcome = Welcome(
-            VERSION, server.state.identity, answer.id, settings.grace_s, not new, recovery_s=server.recovery_s
-        )
-        pushes = b"" if new else b"".join(bytes(encode_answer(0, push)) for push in answer.pushes)
-        self._connection.send(frame((0, Status.OK, welcome)) + pushes)
+            if session is not None:
+                self._server.note_refusal(session, work.number)
+            self._connection.send(encode_answer(work.number, error))
+        self._pending -= work.__class__ is not ops.Confirm
+        self._queued -= size
         self._go_on()
+        return True
+
+    # The session
+
+    def enter(self, session: Session) -> None:
+        """Begin with a session, which this connection carries now."""
+        self.session = session
+        self._resending = bool(session.pushes)
+        self.greeting_over()
+        self._go_on()
+
+    def greeting_over(self) -> None:
+        """Note that there is a session, or the reason why not."""
+        self._greeting = None
+        self._halt()
+
+    def _resend(self) -> bytes:
+        """Return some of the pushes that the client has not seen; those that come meanwhile are behind them."""
+        session = self.session
+        pushes = session.pushes if session is not None and session.link is self else ()
+        parts: list[bytes] = []
+        size = 0
+        for push in islice(pushes, max(0, self._resent + 1 - pushes[0].push) if pushes else 0, None):
+            parts.append(bytes(encode_answer(0, push)))
+            size += len(parts[-1])
+            self._resent = push.push
+            if size > REPLIES_BYTES:
+                return b"".join(parts)
+        self._resending = False
+        return b"".join(parts)

@@ -170,6 +170,11 @@ class RoundListeners:
                     log.warning("a round of %r has lost its port: %s", namespace.name, error)
         await asyncio.gather(*self._tasks)
 
+    def stop(self) -> None:
+        """Stop listening and reading; replies are still sent."""
+        for listener in self._listeners.values():
+            listener.stop()
+
     async def close_all(self) -> None:
         """Stop listening for all rounds; their namespaces stay."""
         for identity in list(self._listeners):

@@ -1,11 +1,11 @@
-"""The store's server: the state behind the connections, the clock that it has not, and the log where there is one.
+"""The store's server: the state behind the connections, and the log where there is one.
 
 Without a data directory, requests run at once on the state: `log` is None, and that is the whole difference. With one,
-changes go through a `CommitQueue`, and run when they are durable.
+changes go through a `CommitQueue`, and run when they are durable. What the time brings is `clock.py`'s.
 
-The clock is here. Waits, sessions in their grace, leases that need heartbeats and timers of shared objects have their
-deadlines in one heap. What is due is submitted as an entry, so that the log has it; only reads end without one. After a
-restart every deadline counts from the moment of the restart.
+Entries that nobody waits for (a client is gone, a grace is over) and that even the reserve of a full disk has no room
+for are tried again until there is some. They may then come in another order, and so each must stand on its own:
+the end of a connection is dropped when another connection carries the session by then.
 """
 
 from __future__ import annotations
@@ -16,38 +16,28 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
 from typing import Any
 
 from rallypoint.core import entries, ops
-from rallypoint.core.deadlines import NEVER, Deadlines
 from rallypoint.core.engine import Engine
-from rallypoint.core.entries import (
-    CloseNamespace,
-    Detach,
-    End,
-    Entry,
-    Fire,
-    GoOn,
-    Lapse,
-    OpenNamespace,
-    Start,
-    TimeOut,
-)
-from rallypoint.core.objects import Objects
+from rallypoint.core.entries import CloseNamespace, Detach, End, Entry, GoOn, OpenNamespace, Request, Start, TimeOut
+from rallypoint.core.records import Turn
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import read, write
-from rallypoint.core.state import InternalError, Namespace, State
+from rallypoint.core.state import Namespace, OtherVersion, State
 from rallypoint.errors import StoreError
 from rallypoint.server.base import RESERVE_BYTES, ServerBase
 from rallypoint.server.c10d_connection import C10dConnection
+from rallypoint.server.clock import Clock
 from rallypoint.server.commit import CommitQueue
 from rallypoint.server.connection import Connection
 from rallypoint.server.native_connection import NativeConnection
 from rallypoint.server.rounds import RoundListeners, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
 
-__all__ = ["RETURN_S", "StoreServer"]
+__all__ = ["StoreServer"]
 
 log = logging.getLogger("rallypoint.server")
 
@@ -57,19 +47,26 @@ FREEZE_KEYS = 50_000
 MAX_REFUSALS = 1024
 """How many requests of one session are remembered that found the disk full."""
 
-RETURN_S = 5.0
-"""How long clients have at least, after a restart, to come back to their sessions: a crowd takes a while."""
+RETRY_S = 0.5
+"""How long to wait, while the disk is full, before entries are tried again that nobody waits for."""
+
+SLICE_ENTRIES = 256
+"""How many entries of its own the server submits in one turn of the event loop."""
+
+REPLAY_ENTRIES = 1000
+"""How many entries a server that starts replays in one turn of the event loop."""
+
+CLOSE_S = 5.0
+"""How long a clean stop waits for commits that are under way, and for replies to be sent."""
 
 
 class StoreServer(ServerBase):
     """A state, and everybody who is connected to it."""
 
-    FOLLOWED = frozenset((ops.Lease, ops.Unlease, ops.Act, ops.DeletePrefix, ops.Drop))
-    """Operations after which `follow_up` has something to do, though they were answered."""
-
     def __init__(self, settings: Settings, storage: Any = None) -> None:
         super().__init__(settings)
         self.state = State()
+        self.clock = Clock(self)
         self.storage = storage
         self.log: CommitQueue | None = None
         self.recovery_s = 0.0
@@ -78,16 +75,13 @@ class StoreServer(ServerBase):
         """Why the storage cannot be trusted any more, if so."""
 
         self.on_failure: Callable[[], None] = lambda: None
-        self._deadlines = Deadlines()
-        self._ticks_at = NEVER
-        self._timer: asyncio.TimerHandle | None = None
         self.refusals: dict[int, dict[int, None]] = {}
         """Of sessions, by their serials: the requests that found the disk full, and may come again."""
 
         self._starting: asyncio.Future[None] | None = None
         self._visitors = 0
         self._clearing: dict[int, None] = {}
-        self._expected: dict[int, dict[bytes, None]] = {}  # the leases that have deadlines, by session
+        self._retries: dict[Hashable, tuple[Entry, Callable[[Any], None] | None]] = {}
         self._frozen_keys = FREEZE_KEYS
 
     # Beginning and end
@@ -99,7 +93,7 @@ class StoreServer(ServerBase):
             secrets.token_bytes(16),
             self.settings.max_memory,
             self.settings.max_connection_memory,
-            max(self.settings.max_memory // 4, RESERVE_BYTES),
+            self._reserve,
             self.settings.max_sessions,
         )
         if self.storage is None:
@@ -109,42 +103,67 @@ class StoreServer(ServerBase):
         await super().open(sockets)
         await self.rounds.reopen()
 
+    @property
+    def _reserve(self) -> int:
+        return max(self.settings.max_memory // 4, RESERVE_BYTES)
+
     async def _recover(self, start: Start) -> None:
         """Replay the log, and note in it that the server starts."""
-        chunks, records = self.storage.recover()
-        if chunks is not None:
-            self.state = read(chunks)
-        for record in records:
-            self.state.apply(entries.decode(record))
-            self.state.outputs.clear()
+        try:
+            await self._replay()
+        except OtherVersion as error:
+            raise OtherVersion(
+                f"cannot start: {self.settings.data_dir} was written by another version of rallypoint ({error}). "
+                f"Finish its jobs with that version, or choose another data directory (serve --data-dir)"
+            ) from None
         told_s = self.settings.recovery_s
         self.recovery_s = DEFAULT_RECOVERY_S if told_s is None else told_s
         self.storage.attach(asyncio.get_running_loop())
-        self.log = CommitQueue(self.storage, self._storage_failed, self._flush)
+        self.log = CommitQueue(self.storage, self._storage_failed, self._reserve)
         self._starting = asyncio.get_running_loop().create_future()
-        self.submit(start, self._starting.set_result)
-        await self._starting
-        now = time.monotonic()
-        back_s = max(self.settings.grace_s, RETURN_S)
-        for session in self.state.sessions.values():
-            self._set(("session", session.serial), now + back_s)
-            for key, ttl_s in session.live_ttls().items():
-                self._set(("lease", session.serial, key), now + max(ttl_s, back_s))
+        self.submit(start, self._starting.set_result, self._cannot_start)
+        await asyncio.shield(self._starting)
+        self.clock.start()
         for namespace in self.state.namespaces.values():
-            namespace.objects.changed_timers = list(namespace.objects.timers)
-            self._arm_timers(namespace.id, namespace.objects)
-            self._go_on_clearing(namespace)
+            self.go_on_clearing(namespace)
+
+    async def _replay(self) -> None:
+        chunks, records = self.storage.recover()
+        if chunks is not None:
+            self.state = read(chunks)
+        for count, record in enumerate(records, 1):
+            self.state.apply(entries.decode(record))
+            self.state.outputs.clear()
+            if not count % REPLAY_ENTRIES:
+                await asyncio.sleep(0)  # it may be told to end
+
+    def _cannot_start(self, error: StoreError) -> None:
+        if self._starting is not None:
+            self._starting.set_exception(StoreError(f"cannot start: {error}"))
 
     async def close(self) -> None:
-        """Stop listening, hang up on everybody, and write the state down where there is a storage."""
+        """Stop listening and reading, answer what was asked, hang up, and write the state down."""
+        ends_at = time.monotonic() + CLOSE_S
+        self.stop()
+        self.rounds.stop()
+        await self._finish(ends_at)
         await self.rounds.close_all()
         await super().close()
         if self.storage is not None:
-            while self.log is not None and not self.log.idle and not self.log.out_of_room and self.failed is None:
-                await asyncio.sleep(0.001)
-            if self.failed is None:
+            if await self._finish(ends_at, gone=True):
                 self._save()
             self.storage.close()
+
+    async def _finish(self, ends_at: float, gone: bool = False) -> bool:
+        """Wait for the log, and until all connections are gone; return whether there is nothing left to wait for.
+
+        Not for ever: a disk or a peer may hang.
+        """
+        while self.log is not None and self.failed is None and time.monotonic() < ends_at:
+            if self.log.idle and not (gone and self.connections):
+                return True
+            await asyncio.sleep(0.001)
+        return self.log is not None and self.failed is None and self.log.idle
 
     def _save(self) -> None:
         try:
@@ -174,10 +193,6 @@ class StoreServer(ServerBase):
 
     # Changes
 
-    def record(self, session: Session, payload: bytes) -> bytes:
-        """Return the log's record of a request, of which we have the bytes: that of `entries.Request`."""
-        return b"\x93\x00" + _encode_int(session.serial) + payload
-
     def submit(
         self,
         entry: Entry,
@@ -198,25 +213,56 @@ class StoreServer(ServerBase):
         entry, done, _ = work
         self._apply(entry, done)
 
-    def refuse(self, work: Any, size: int, error: StoreError) -> bool:
-        """Refuse an entry that could not be written to the log, if somebody asked for it."""
-        _, _, refuse = work
+    def refuse(self, work: Any, size: int, error: StoreError, last: bool) -> bool:
+        """Refuse an entry that could not be written to the log, if somebody asked for it; else try it again later."""
+        entry, done, refuse = work
+        if not last and not isinstance(entry, OpenNamespace):
+            return False
         if refuse is not None:
             refuse(error)
-        return refuse is not None
+        else:
+            self.try_again(entry, done)
+        return True
+
+    def try_again(self, entry: Entry, done: Callable[[Any], None] | None = None) -> None:
+        """Submit an entry again, as soon as the disk may have room; of a session's confirmations only the last."""
+        if not self._retries:
+            asyncio.get_running_loop().call_later(RETRY_S, self._retry)
+        key: Hashable = object() if done is not None else entries.encode(entry)
+        if isinstance(entry, Request):
+            confirm: Any = entry.op
+            key = entry.session
+            before: Any = self._retries.get(key)
+            if before is not None and before[0].op.last > confirm.last:
+                return
+        self._retries[key] = (entry, done)
+
+    def _retry(self) -> None:
+        for key in list(islice(self._retries, SLICE_ENTRIES)):
+            entry, done = self._retries.pop(key)
+            serial = entry.owner if isinstance(entry, Detach) else entry.session if isinstance(entry, End) else 0
+            session = self.state.sessions.get(serial)
+            if session is None:
+                self.submit(entry, done)
+            elif session.link is None:  # else its client is back
+                self.detach(session)
+        if self._retries:
+            delay_s = RETRY_S if self.log is not None and self.log.disk_full else 0.0
+            asyncio.get_running_loop().call_later(delay_s, self._retry)
 
     def _apply(self, entry: Entry, done: Callable[[Any], None] | None) -> None:
         may_end = [(session, [*session.waiting, *session.suspended]) for session in self._may_end(entry)]
         answer = self.state.apply(entry)
         for session, waits in may_end:
             if session.serial not in self.state.sessions:
-                self._forget(session, waits)
-        if isinstance(answer, InternalError):
-            log.error("%s", answer)
+                self.refusals.pop(session.serial, None)
+                self.clock.forget(session, waits)
         for namespace in self.state.namespaces.values():
             if namespace.objects.changed_timers:
-                self._arm_timers(namespace.id, namespace.objects)
-        self._deliver()
+                self.clock.arm_timers(namespace)
+            if namespace.engine.clearing:
+                self.go_on_clearing(namespace)
+        self.deliver()
         if done is not None:
             done(answer)
 
@@ -228,69 +274,24 @@ class StoreServer(ServerBase):
         serial = entry.session if isinstance(entry, End) else entry.owner if isinstance(entry, Detach) else 0
         return [sessions[serial]] if serial in sessions else []
 
-    def _forget(self, session: Session, waits: list[int]) -> None:
-        """Drop the deadlines of a session that has ended."""
-        self.refusals.pop(session.serial, None)
-        self._deadlines.drop(("session", session.serial))
-        for number in waits:
-            self._deadlines.drop((session.serial, number))
-        for key in (*session.ttls, *self._expected.pop(session.serial, ())):
-            self._deadlines.drop(("lease", session.serial, key))
-
     def settle(self, engine: Engine) -> None:
         """Send what an engine has for waiting clients."""
         self.state.settle(engine)
-        self._deliver()
+        self.deliver()
 
-    def _deliver(self) -> None:
+    def deliver(self) -> None:
+        """Send what the state has for clients."""
         while self.state.outputs:
             for owner, number, answer in self.state.take_outputs():
                 if number:
-                    self._deadlines.drop((owner.serial, number))
+                    self.clock.deadlines.drop((owner.serial, number))
                 if owner.link is not None:
                     owner.link.deliver(number, answer)
 
-    def _flush(self) -> None:
-        """After a commit: the clock may have something new to wait for."""
-        if self._deadlines.earliest < self._ticks_at:
-            self._arm()
-
-    # What the handlers call after a request
-
-    def waits(self, session: Session, op: ops.Op) -> None:
-        """Note how long a request may wait; one that came again after a cut keeps its deadline."""
-        timeout_s = getattr(op, "timeout_s", None)
-        key = (session.serial, op.number)
-        if timeout_s is not None and op.number in session.waiting and key not in self._deadlines:
-            self._set(key, time.monotonic() + timeout_s)
-        if op.__class__ in self.FOLLOWED:
-            self.follow_up(session, op)
-
-    def follow_up(self, session: Session, op: ops.Op) -> None:
-        """Set the timers that a request has brought, and drop those that it has ended."""
-        if isinstance(op, ops.Lease):
-            if op.ttl_s and op.key in session.ttls:
-                self._expect_beats(session, op.key, time.monotonic() + op.ttl_s)
-        elif isinstance(op, ops.Unlease):
-            self._deadlines.drop(("lease", session.serial, op.key))
-        elif isinstance(op, ops.Drop):
-            self._deadlines.drop((session.serial, op.target))
-        elif isinstance(op, ops.DeletePrefix):
-            self._go_on_clearing(self.state.namespaces[session.namespace])
-        elif isinstance(op, ops.Act):
-            objects = self.state.namespaces[session.namespace].objects
-            if objects.changed_timers:
-                self._arm_timers(session.namespace, objects)
-
-    def _expect_beats(self, session: Session, key: bytes, until: float) -> None:
-        """Set the deadline of a lease; those of leases that were deleted go when they are as many as the others."""
-        expected = self._expected.setdefault(session.serial, {})
-        expected[key] = None
-        if len(expected) > 2 * len(session.ttls) + 64:
-            for gone in [one for one in expected if one not in session.ttls]:
-                del expected[gone]
-                self._deadlines.drop(("lease", session.serial, gone))
-        self._set(("lease", session.serial, key), until)
+    def detach(self, session: Session) -> None:
+        """Note that a session has lost its connection: its grace begins."""
+        self.clock.detached(session)
+        self.submit(Detach(session.serial))
 
     def note_refusal(self, session: Session, number: int) -> None:
         """Remember that a request was not carried out, for it has a number that looks as if it had been."""
@@ -299,23 +300,10 @@ class StoreServer(ServerBase):
         if len(refusals) > MAX_REFUSALS:
             del refusals[next(iter(refusals))]
 
-    def beat(self, session: Session) -> None:
-        """Keep the leases of a session for another time to live."""
-        now = time.monotonic()
-        for key, ttl_s in session.live_ttls().items():
-            self._set(("lease", session.serial, key), now + ttl_s)
+    # What is done a slice at a time, with others in between
 
-    def attached(self, session: Session) -> None:
-        """Note that a session has a connection."""
-        self._deadlines.drop(("session", session.serial))
-
-    def detach(self, session: Session) -> None:
-        """Note that a session has lost its connection: its grace begins."""
-        self._set(("session", session.serial), time.monotonic() + self.settings.grace_s)
-        self.submit(Detach(session.serial))
-
-    def _go_on_clearing(self, namespace: Namespace) -> None:
-        """Go on with a deletion that is under way, a slice at a time, with others in between."""
+    def go_on_clearing(self, namespace: Namespace) -> None:
+        """Go on with a deletion that is under way, if there is one."""
         if namespace.engine.clearing and namespace.id not in self._clearing:
             self._clearing[namespace.id] = None
             asyncio.get_running_loop().call_soon(self._clear_slice, namespace)
@@ -323,79 +311,30 @@ class StoreServer(ServerBase):
     def _clear_slice(self, namespace: Namespace) -> None:
         def cleared(_: object) -> None:
             self._clearing.pop(namespace.id, None)
-            self._go_on_clearing(namespace)
+            self.go_on_clearing(namespace)
 
         self.submit(GoOn(namespace.id), cleared)
 
-    # The clock
-
-    def _set(self, key: Any, at: float) -> None:
-        self._deadlines.set(key, at)
-        if self._deadlines.earliest < self._ticks_at:
-            self._arm()
-
-    def _arm_timers(self, namespace: int, objects: Objects) -> None:
-        changed, objects.changed_timers = objects.changed_timers, []
-        now = time.monotonic()
-        for place in changed:
-            key = ("timer", namespace, place)
-            timer = objects.timers.get(place)
-            if timer is None:
-                self._deadlines.drop(key)
-            else:
-                self._set(key, now + timer[1])
-
-    def _arm(self) -> None:
-        """Have `_tick` called when the next deadline passes."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        self._ticks_at = self._deadlines.earliest
-        if self._ticks_at < NEVER:
-            delay_s = max(0.0, self._ticks_at - time.monotonic())
-            self._timer = asyncio.get_running_loop().call_later(delay_s, self._tick)
-
-    def _tick(self) -> None:
-        """End what is due."""
-        self._timer = None
-        for key in self._deadlines.due(time.monotonic()):
-            self._expire(key)
-        self._arm()
-
-    def _expire(self, key: Any) -> None:
-        state = self.state
-        if key[0] == "session":
-            self.submit(End(key[1]))
-        elif key[0] == "lease":
-            self.submit(Lapse(key[1], key[2]))
-        elif key[0] == "timer":
-            _, namespace, place = key
-            found = state.namespaces.get(namespace)
-            timer = found.objects.timers.get(place) if found is not None else None
-            if timer is not None:
-                self.submit(Fire(namespace, place[0].kind, place[1], timer[0]))
-        else:
-            serial, number = key
-            session = state.sessions.get(serial)
-            waiter = session.waiting.get(number) if session is not None else None
-            if session is not None and waiter is not None and waiter.reads:
-                state.outputs.append((session, number, session.time_out(number)))
-                self._deliver()
-            elif waiter is not None:
-                self.submit(TimeOut(serial, number))
-
     def sweep(self) -> None:
-        """Take back the turns that nobody used, and see to the storage."""
+        """Take back the turns that nobody used, log bugs, and see to the storage."""
+        self.clock.now()
         for namespace in self.state.namespaces.values():
-            for turn in namespace.engine.idle_turns():
-                owner: Any = turn.owner
-                self.submit(TimeOut(owner.serial, turn.number))
+            self._take_back(namespace.engine.idle_turns())
+            while namespace.engine.bugs:
+                log.error("%s", namespace.engine.bugs.popleft())
         if self.storage is not None:
             self.storage.compact_if_due()
         keys: int = sum(one.engine.execute(ops.Count(0, b"")) for one in self.state.namespaces.values())
         if keys > 2 * self._frozen_keys:  # a collection looks at the index of all keys, for 30 ms a million
             gc.freeze()
             self._frozen_keys = keys
+
+    def _take_back(self, turns: list[Turn]) -> None:
+        for turn in turns[:SLICE_ENTRIES]:
+            owner: Any = turn.owner
+            self.submit(TimeOut(owner.serial, turn.number))
+        if len(turns) > SLICE_ENTRIES:
+            asyncio.get_running_loop().call_soon(self._take_back, turns[SLICE_ENTRIES:])
 
     # Rounds
 
@@ -411,27 +350,24 @@ class StoreServer(ServerBase):
 
     # For the statistics
 
+    def health(self) -> str:
+        full = self.log is not None and self.log.disk_full
+        return "ok, but the disk is full: changes are refused" if full else "ok"
+
     def holdings(self) -> dict[str, Any]:
         return {
             **holdings(self.state.namespaces[0]),
             "doors": self.rounds.statistics(),
-            **({"storage": self.storage.statistics()} if self.storage is not None else {}),
+            **({"storage": self._storage_statistics()} if self.storage is not None else {}),
         }
+
+    def _storage_statistics(self) -> dict[str, Any]:
+        return {**self.storage.statistics(), "disk_full": self.log is not None and self.log.disk_full}
 
     def held_bytes(self) -> int:
         spaces = self.state.namespaces.values()
-        return sum(one.engine.size + one.engine.parked for one in spaces) + self.state.budget.kept
+        held = sum(one.engine.size + one.engine.parked for one in spaces) + self.state.budget.kept
+        return held if self.log is None else held + self.log.bytes
 
     def describe_sessions(self) -> Sequence[Any]:
         return [session for session in self.state.sessions.values() if not session.namespace]
-
-
-def _encode_int(number: int) -> bytes:
-    """Encode a positive integer as msgpack does."""
-    if number < 128:
-        return bytes((number,))
-    if number < 1 << 8:
-        return b"\xcc" + bytes((number,))
-    if number < 1 << 16:
-        return b"\xcd" + number.to_bytes(2, "big")
-    return b"\xce" + number.to_bytes(4, "big") if number < 1 << 32 else b"\xcf" + number.to_bytes(8, "big")

@@ -1,0 +1,267 @@
+"""Peers of a durable server that do not take their replies, and disks that are slower than the peers: what is held."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+from typing import Any
+
+import pytest
+from tests.server.fake_log import FakeLog, on_log
+from tests.server.peers import Line, Ours, Torch, settle
+
+from rallypoint.core import ops
+from rallypoint.core.records import Status
+from rallypoint.protocol.c10d import WAITED, Opcode, encode
+from rallypoint.protocol.native import Frames, frame
+from rallypoint.server import native_connection
+from rallypoint.server.base import RESERVE_BYTES
+from rallypoint.server.native_connection import REPLIES_BYTES
+from rallypoint.server.server import StoreServer
+from rallypoint.server.sliced import SLICE_ITEMS
+
+MIB = 1024 * 1024
+LARGE = b"v" * MIB
+"""A value of which a few are more than a transport holds before it says so."""
+
+MOST = REPLIES_BYTES + 3 * MIB
+"""What may be written for a peer that does not read: what it is owed at a time, and the last reply beside."""
+
+
+class _Mute(Line):
+    """A peer that reads nothing until told; it notes how much was ever written for it and not read."""
+
+    most = 0
+
+    def write(self, data: Any) -> None:
+        super().write(data)
+        self.most = max(self.most, len(self.pending))
+
+
+class MuteOurs(_Mute, Ours):
+    """One that speaks our protocol."""
+
+
+class MuteTorch(_Mute, Torch):
+    """One that speaks PyTorch's."""
+
+
+async def ours(server: StoreServer, session: bytes = b"") -> MuteOurs:
+    peer = MuteOurs(server)
+    await peer.greets(session)
+    return peer
+
+
+async def torch(server: StoreServer) -> MuteTorch:
+    return await MuteTorch(server).greets()
+
+
+async def store_large(server: StoreServer) -> Ours:
+    writer = Ours(server)
+    await writer.greets()
+    await writer.asked(ops.Set(1, b"/large", LARGE))
+    return writer
+
+
+@on_log
+async def test_reads_behind_a_change_wait_for_a_native_peer_to_read(server: StoreServer, log: FakeLog) -> None:
+    await store_large(server)
+    peer = await ours(server)
+    log.stalled = True
+    peer.asks(
+        ops.Add(1, b"/n", 1), *(ops.Get(number, b"/large", 0.0) for number in range(2, 302)), ops.Add(302, b"/n", 1)
+    )
+    await log.flow()
+    assert peer.most < MOST and peer.stopped and not peer.closing
+    assert server.state.namespaces[0].engine.execute(ops.Peek(0, b"/n")) == b"2", "changes do not wait"
+    held = server.statistics()["bytes"] - MIB
+    assert 300 * 100 < held < MOST + MIB, "what waits is counted, and is not the replies"
+    replies = dict([(await peer.reads())[::2] for _ in range(302)])
+    assert replies == {1: 1, 302: 2, **{number: [LARGE] for number in range(2, 302)}}
+    assert peer.most < MOST and not peer.stopped
+    assert await peer.asked(ops.Ping(303)) is None
+    assert server.statistics()["bytes"] < 2 * MIB
+
+
+@on_log
+async def test_reads_behind_a_change_wait_for_a_torch_peer_to_read(server: StoreServer, log: FakeLog) -> None:
+    await store_large(server)
+    peer = await torch(server)
+    log.stalled = True
+    peer.says(
+        (encode(Opcode.ADD, b"/n", 1) + encode(Opcode.GET, b"/large") + encode(Opcode.PING, 7)) * 100
+        + encode(Opcode.MULTI_GET, 2, b"/large", b"/n")
+    )
+    await log.flow()
+    assert peer.most < MOST and peer.stopped and not peer.closing
+    assert server.state.namespaces[0].engine.execute(ops.Peek(0, b"/n")) == b"100", "changes do not wait"
+    for number in range(1, 101):
+        assert await peer.number() == number and await peer.string() == LARGE
+        assert await peer.hears(4) == struct.pack("<I", 7), "in their order"
+    assert (await peer.string(), await peer.string()) == (LARGE, b"100")
+    assert peer.most < MOST and not peer.stopped
+    await peer.pings()
+
+
+@on_log
+async def test_so_do_the_large_answers_of_changes(server: StoreServer, log: FakeLog) -> None:
+    await store_large(server)
+    native, other = await ours(server), await torch(server)
+    log.stalled = True
+    native.asks(*(ops.Swap(number, b"/large", b"wrong", b"w") for number in range(1, 101)))
+    other.says(encode(Opcode.COMPARE_SET, b"/large", b"wrong", b"w") * 100)
+    await log.flow()
+    assert native.most < MOST and other.most < MOST
+    assert [await other.string() for _ in range(100)] == [LARGE] * 100
+    assert sorted([await native.reads() for _ in range(100)]) == [
+        [number, Status.OK, [False, LARGE]] for number in range(1, 101)
+    ]
+
+
+@on_log
+async def test_so_do_replies_behind_a_long_list(server: StoreServer, log: FakeLog) -> None:
+    """Until the list is encoded, the peer has been sent nothing, and does not look slow."""
+    await store_large(server)
+    peer = await torch(server)
+    log.stalled = True
+    many = [b"/large", *[b"/none"] * SLICE_ITEMS]
+    peer.says(
+        encode(Opcode.SET, b"/k", b"")
+        + encode(Opcode.MULTI_GET, len(many), *many)
+        + encode(Opcode.GET, b"/large") * 100
+        + encode(Opcode.PING, 7)
+    )
+    await log.flow()
+    assert peer.most < MOST + MIB
+    assert [await peer.string() for _ in many] == [LARGE, *[b""] * SLICE_ITEMS]
+    assert [await peer.string() for _ in range(100)] == [LARGE] * 100
+    assert await peer.hears(4) == struct.pack("<I", 7)
+
+
+@on_log
+async def test_lists_behind_a_change_are_made_a_few_at_a_time(server: StoreServer, log: FakeLog) -> None:
+    writer, peer = await store_large(server), await ours(server)
+    many = [b"/large", *[b"/none"] * SLICE_ITEMS]
+    log.stalled = True
+    peer.asks(ops.Add(1, b"/n", 1), *(ops.MultiPeek(number, many) for number in range(2, 102)), ops.Ping(102))
+    await log.flow()
+    assert peer.most < (native_connection.MAX_LISTS + 2) * MIB
+    assert await writer.asked(ops.Ping(2)) is None
+    assert sorted([(await peer.reads())[0] for _ in range(102)]) == list(range(1, 103))
+
+
+@on_log
+async def test_a_read_that_waits_for_its_peer_ends_its_turn_at_once(server: StoreServer, log: FakeLog) -> None:
+    """Any request of a torch client ends its turn, in the log too, though the reply to this one is made later."""
+    writer, peer, next_one = await store_large(server), await torch(server), await torch(server)
+    peer.asks(Opcode.WAIT, 1, b"/q")
+    await settle()
+    next_one.asks(Opcode.WAIT, 1, b"/q")
+    await settle()
+    await writer.asked(ops.Push(2, b"/q", b"item"))
+    log.stalled = True
+    peer.says(encode(Opcode.SET, b"/k", b"v") + encode(Opcode.GET, b"/large") * 10)
+    await log.flow()
+    assert await next_one.hears(1) == WAITED
+    next_one.asks(Opcode.QUEUE_POP, b"/q")
+    assert (await next_one.number(), await next_one.string()) == (1, b"item")
+    assert await peer.hears(1) == WAITED and [await peer.string() for _ in range(10)] == [LARGE] * 10
+
+
+@on_log
+async def test_a_peer_that_hangs_up_leaves_nothing_to_be_sent(server: StoreServer, log: FakeLog) -> None:
+    await store_large(server)
+    native, other = await ours(server), await torch(server)
+    log.stalled = True
+    native.asks(
+        ops.Add(1, b"/n", 1), *(ops.Get(number, b"/large", 0.0) for number in range(2, 102)), ops.Add(102, b"/n", 1)
+    )
+    other.says((encode(Opcode.ADD, b"/n", 1) + encode(Opcode.GET, b"/large")) * 50)
+    await log.flow()
+    native.hangs_up()
+    other.hangs_up()
+    await settle()
+    assert server.statistics()["bytes"] < 2 * MIB
+    again = await ours(server, native.session)
+    assert await again.asked(ops.Add(1, b"/n", 1)) == 1, "its answers are kept"
+    assert await again.asked(ops.Add(102, b"/n", 1)) > 1
+
+
+# Pushes
+
+
+@on_log
+async def test_pushes_are_sent_again_as_fast_as_the_client_takes_them(server: StoreServer, log: FakeLog) -> None:
+    writer, peer = await store_large(server), await ours(server)
+    await peer.asked(ops.Watch(1, b"/w/"))
+    peer.hangs_up()
+    await settle()
+    for number in range(20):
+        await writer.asked(ops.Set(2 + number, b"/w/%d" % number, LARGE))
+    again = MuteOurs(server)
+    again.frames, again.inbox = Frames(1 << 30), []
+    welcomed = asyncio.ensure_future(again.greets(peer.session))
+    await settle()
+    assert again.most < MOST
+    await writer.asked(ops.Set(22, b"/w/20", b"new"))
+    await welcomed
+    pushes = [await again.reads() for _ in range(21)]
+    assert [push[1] for push in pushes] == list(range(1, 22)), "each once, and in their order"
+    assert again.most < MOST
+    await writer.asked(ops.Set(23, b"/w/21", b"newer"))
+    assert (await again.reads())[1] == 22
+
+
+# A slow disk
+
+
+@on_log(max_memory=64 * MIB)
+async def test_what_waits_for_the_disk_is_bounded_and_counted_though_its_clients_are_gone(
+    server: StoreServer, log: FakeLog
+) -> None:
+    value = b"v" * (4 * MIB)
+    log.stalled = True
+    for number in range(40):
+        peer = await Torch(server).greets()
+        peer.says(encode(Opcode.SET, b"/k%d" % (number % 2), value))
+        peer.hangs_up()
+        await settle()
+    held = server.statistics()["bytes"]
+    assert RESERVE_BYTES < held < RESERVE_BYTES + 3 * len(value)
+    assert server.log is not None and server.log.crowded
+    await log.flow()
+    assert server.statistics()["bytes"] < 3 * len(value)
+
+
+@pytest.mark.parametrize("kind", [Ours, Torch])
+def test_who_finds_the_queue_of_the_log_crowded_waits_and_loses_nothing(kind: type[Ours | Torch]) -> None:
+    @on_log(max_memory=64 * MIB)
+    async def check(server: StoreServer, log: FakeLog) -> None:
+        peers = [kind(server) for _ in range(20)]
+        for peer in peers:
+            await peer.greets()
+        log.stalled = True
+        for number, peer in enumerate(peers):
+            if isinstance(peer, Ours):
+                grow = [ops.Append(1, b"/own%d" % number, b"v" * (2 * MIB)), ops.Delete(2, b"/own%d" % number)]
+                peer.says(b"".join(map(frame, [*grow, ops.Add(3, b"/n", 1), ops.Ping(4)])))
+            else:
+                peer.says(encode(Opcode.DELETE_KEY, b"v" * 8000) * 250 + encode(Opcode.ADD, b"/n", 1))
+        await settle()
+        assert server.log is not None and server.log.crowded
+        assert server.log.bytes < 2 * RESERVE_BYTES and all(peer.stopped for peer in peers[-5:])
+        log.stalled = False
+        log.end()
+        counts = set()
+        for peer in peers:
+            if isinstance(peer, Ours):
+                replies = [await peer.reads() for _ in range(4)]
+                counts.add(replies[2][2])
+            else:
+                assert [await peer.number() for _ in range(250)] == [0] * 250
+                counts.add(await peer.number())
+        assert counts == set(range(1, 21)), "each was carried out once"
+        await settle()
+        assert not any(peer.stopped for peer in peers) and server.log.bytes == 0
+
+    check()
