@@ -482,14 +482,13 @@ class AsyncStore(View):
         return self._result(await self._session.ask(op))
 
     async def _wait(self, keys: Sequence[str], timeout: Timeout | None, kind: Any, *arguments: Any) -> Any:
-        deadline = self._deadline(timeout)
-        wait_s = min(deadline.timeout_s, ops.MAX_WAIT_S)
+        wait_s = self._wait_s(timeout)
         try:
             outcome = self._result(await self._session.ask(kind(0, *arguments, wait_s), wait_s or None))
         except ServerDown as down:
-            raise self._timed_out(kind.verb, keys, keys, deadline, down=str(down)) from None
+            raise self._timed_out(kind.verb, keys, keys, wait_s, down=str(down)) from None
         if isinstance(outcome, TimedOut):
-            raise self._timed_out(kind.verb, keys, self._unnamed(outcome.missing), deadline)
+            raise self._timed_out(kind.verb, keys, self._unnamed(outcome.missing), wait_s)
         return outcome
 
     def _result(self, reply: Reply) -> Any:

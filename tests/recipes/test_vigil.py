@@ -34,11 +34,11 @@ class Observed(MemoryBackend):
         self.calls: list[str] = []
         self.waits = threading.Event()
 
-    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+    def execute(self, op: ops.Op) -> Any:
         self.calls.append(op.verb)
         if isinstance(op, ops.Wait):
             self.waits.set()
-        return super().execute(op, deadline)
+        return super().execute(op)
 
     def watch(self, prefix: bytes) -> Any:
         self.calls.append("watch")
@@ -298,8 +298,8 @@ STUCK = """
 from rallypoint.recipes import life
 life.EXIT_S = 0.1
 execute = store._backend.execute
-def stuck(op, deadline=None):
-    return threading.Event().wait() if op.__class__.__name__ == "Unlease" else execute(op, deadline)
+def stuck(op):
+    return threading.Event().wait() if op.__class__.__name__ == "Unlease" else execute(op)
 store._backend.execute = stuck
 rallypoint.Lock(store, "l").acquire()
 print("end")

@@ -64,11 +64,10 @@ class Backend(abc.ABC):
     """What every key starts with on this backend, unseen by people."""
 
     @abc.abstractmethod
-    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
-        """Carry out an operation, and return what an engine answers; `TimedOut` for a wait that ended by its deadline.
+    def execute(self, op: ops.Op) -> Any:
+        """Carry out an operation, and return what an engine answers; `TimedOut` for a wait after its `timeout_s`.
 
-        An operation that has a `timeout_s` waits until the deadline, which is that far away; without a deadline, for
-        that long. Raises Unsupported for an operation of `Store` that this backend cannot do.
+        Raises Unsupported for an operation of `Store` that this backend cannot do.
         """
 
     @abc.abstractmethod
@@ -137,11 +136,11 @@ class Watch:
 
         Raises StoreTimeout when nothing changes in that time, StoreClosed once the watch or its store is closed.
         """
-        deadline = self._store._deadline(self._timeout_s if timeout is None else timeout)
+        deadline = Deadline(self._store._wait_s(self._timeout_s if timeout is None else timeout))
         event = self._feed.next(deadline)
         if isinstance(event, TimedOut):
             what = f"no key that starts with {self.prefix!r} changed"
-            raise self._store._timed_out("watch", [self.prefix], [self.prefix], deadline, what, event.down)
+            raise self._store._timed_out("watch", [self.prefix], [self.prefix], deadline.timeout_s, what, event.down)
         return Change(self._store._unname(event.key), event.value, event.revision)
 
     def close(self) -> None:
@@ -216,10 +215,10 @@ class Store(View):
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
         """Return a value, waiting until the key exists."""
-        name, deadline = self._name(key), self._deadline(timeout)
-        outcome = self._backend.execute(ops.Get(0, name, _left(deadline)), deadline)
+        name, wait_s = self._name(key), self._wait_s(timeout)
+        outcome = self._backend.execute(ops.Get(0, name, wait_s))
         if isinstance(outcome, TimedOut):
-            raise self._timed_out("get", [key], [key], deadline, down=outcome.down)
+            raise self._timed_out("get", [key], [key], wait_s, down=outcome.down)
         value: bytes = outcome[0]
         return value
 
@@ -249,17 +248,17 @@ class Store(View):
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Return when all of the keys exist at once. A queue that holds an item counts."""
-        names, deadline = self._names(keys), self._deadline(timeout)
-        outcome = self._backend.execute(ops.Wait(0, names, _left(deadline)), deadline)
+        names, wait_s = self._names(keys), self._wait_s(timeout)
+        outcome = self._backend.execute(ops.Wait(0, names, wait_s))
         if outcome is not None:
-            raise self._timed_out("wait", keys, self._unnamed(outcome.missing), deadline, down=outcome.down)
+            raise self._timed_out("wait", keys, self._unnamed(outcome.missing), wait_s, down=outcome.down)
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
         """Return the values of all the keys as of one moment, waiting until all exist."""
-        names, deadline = self._names(keys), self._deadline(timeout)
-        outcome = self._backend.execute(ops.MultiGet(0, names, _left(deadline)), deadline)
+        names, wait_s = self._names(keys), self._wait_s(timeout)
+        outcome = self._backend.execute(ops.MultiGet(0, names, wait_s))
         if isinstance(outcome, TimedOut):
-            raise self._timed_out("multi_get", keys, self._unnamed(outcome.missing), deadline, down=outcome.down)
+            raise self._timed_out("multi_get", keys, self._unnamed(outcome.missing), wait_s, down=outcome.down)
         return list(outcome)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -298,10 +297,10 @@ class Store(View):
             if item is None:
                 raise QueueEmpty(key=key, store=self._backend.name)
             return bytes(item)
-        deadline = self._deadline(timeout)
-        outcome = self._backend.execute(ops.Take(0, name, _left(deadline)), deadline)
+        wait_s = self._wait_s(timeout)
+        outcome = self._backend.execute(ops.Take(0, name, wait_s))
         if isinstance(outcome, TimedOut):
-            raise self._timed_out("queue_pop", [key], [key], deadline, down=outcome.down)
+            raise self._timed_out("queue_pop", [key], [key], wait_s, down=outcome.down)
         return bytes(outcome)
 
     def queue_len(self, key: str) -> int:
@@ -315,15 +314,15 @@ class Store(View):
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
-        name, deadline = self._name(key), self._deadline(timeout)
+        name, wait_s = self._name(key), self._wait_s(timeout)
         size = max(-(2**63), min(world_size, 2**63 - 1))
         try:
-            outcome = self._backend.execute(ops.Arrive(0, name, size, _left(deadline)), deadline)
+            outcome = self._backend.execute(ops.Arrive(0, name, size, wait_s))
         except NotAnInteger as error:
             raise NotAnInteger(key=key, value=error.value) from None
         if outcome is not None:
             what = f"fewer than {world_size} callers came to {key!r}"
-            raise self._timed_out("barrier", [key], [key], deadline, what, outcome.down)
+            raise self._timed_out("barrier", [key], [key], wait_s, what, outcome.down)
 
     def clone(self: _Self) -> _Self:
         """Return an independent handle on the same store: own timeout, own leases, own connection."""
@@ -388,7 +387,3 @@ class Store(View):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def _left(deadline: Deadline) -> float:
-    return min(deadline.remaining(), ops.MAX_WAIT_S)

@@ -68,17 +68,16 @@ class EtcdBackend(Backend):
         """Find the cluster and return a backend of its own space."""
         return cls(the_thread().run(Space.connect(address, net.caller_name(), timeout_s)), [0])
 
-    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+    def execute(self, op: ops.Op) -> Any:
         arguments: tuple[Any, ...] = astuple(op)[1:]
         if hasattr(op, "timeout_s"):
-            deadline = deadline or Deadline(op.timeout_s)
-            arguments = (*arguments[:-1], deadline)
+            arguments = (*arguments[:-1], Deadline(op.timeout_s))
         if isinstance(op, ops.Lease):
             return self._run(self._lease(*arguments))
         if isinstance(op, ops.Unlease):
             return self._run(self._unlease(op.key))
-        if isinstance(op, ops.Get) and deadline is not None:
-            return self._get(op.key, deadline)
+        if isinstance(op, ops.Get):
+            return self._get(*arguments)
         method = getattr(self._space, _METHODS.get(op.__class__, op.verb))
         if op.changes:
             return self._change(lambda mark: method(mark, *arguments))

@@ -56,13 +56,13 @@ class FileBackend(Backend):
         if not self._closed:
             self._hub.dropped.append(self._member)
 
-    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+    def execute(self, op: ops.Op) -> Any:
         if not op.changes:
-            return self._read(op, deadline)
+            return self._read(op)
         if isinstance(op, ops.Take):
-            return self._take(op, deadline or Deadline(op.timeout_s))
+            return self._take(op)
         if isinstance(op, ops.Arrive):
-            return self._arrive(op, deadline or Deadline(op.timeout_s))
+            return self._arrive(op)
         if isinstance(op, ops.Lease) and op.ttl_s:
             why = "the lock of a process that is only stopped is held by the kernel all the same"
             raise Unsupported(operation="lease with a heartbeat", store=self.name, why=why)
@@ -110,9 +110,9 @@ class FileBackend(Backend):
         hub.look(_patient(deadline))
         self._check_open()
 
-    def _read(self, op: ops.Op, deadline: Deadline | None) -> Any:
+    def _read(self, op: ops.Op) -> Any:
         hub, seat = self._here(), Seat(self, op)
-        deadline = deadline or Deadline(getattr(op, "timeout_s", self.timeout_s))
+        deadline = Deadline(getattr(op, "timeout_s", self.timeout_s))
         with hub.lock:
             self._look(hub, deadline)
             try:
@@ -124,8 +124,8 @@ class FileBackend(Backend):
             finally:
                 hub.follower.rise(seat)
 
-    def _take(self, op: ops.Take, deadline: Deadline) -> bytes | TimedOut:
-        hub, me = self._here(), object()
+    def _take(self, op: ops.Take) -> bytes | TimedOut:
+        deadline, hub, me = Deadline(op.timeout_s), self._here(), object()
         with hub.lock:
             self._look(hub, deadline)
             try:
@@ -139,8 +139,8 @@ class FileBackend(Backend):
                 hub.line.pop(me, None)
                 hub.changed.notify_all()
 
-    def _arrive(self, op: ops.Arrive, deadline: Deadline) -> TimedOut | None:
-        hub = self._here()
+    def _arrive(self, op: ops.Arrive) -> TimedOut | None:
+        deadline, hub = Deadline(op.timeout_s), self._here()
         with hub.lock:
             self._check_open()
             self._arrivals += 1

@@ -61,7 +61,7 @@ class MemoryBackend(Backend):
         self._seats: dict[int, _Seat] = {}
         self._closed = False
 
-    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+    def execute(self, op: ops.Op) -> Any:
         with self.hub.lock:
             self._check_open()
             op.number = next(self._numbers)
@@ -70,7 +70,7 @@ class MemoryBackend(Backend):
             if not isinstance(answer, Waiter):
                 return answer
             self._seats[op.number] = _Seat()
-        return self._wait(answer, deadline or Deadline(getattr(op, "timeout_s", 0.0)))
+        return self._wait(answer, Deadline(getattr(op, "timeout_s", 0.0)))
 
     def watch(self, prefix: bytes) -> Feed:
         return _MemoryFeed(self, prefix)

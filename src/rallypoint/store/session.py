@@ -81,7 +81,7 @@ class SessionBackend(Backend):
         """Whether the server comes back with its sessions when it is restarted."""
         return self._wire.recovers
 
-    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+    def execute(self, op: ops.Op) -> Any:
         special = _SPECIAL.get(op.__class__)
         return self._wire.ask(op, _wait_s(op)) if special is None else special(self, op)
 

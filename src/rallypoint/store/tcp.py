@@ -65,10 +65,10 @@ class TorchBackend(Backend):
         self._lost: ConnectionLost | None = None
         self._idle.append(Link(host, port, Deadline(timeout_s)))
 
-    def execute(self, op: ops.Op, deadline: Deadline | None = None) -> Any:
+    def execute(self, op: ops.Op) -> Any:
         if op.__class__ not in _EXECUTE:
             raise self.unsupported(op.verb)
-        return _EXECUTE[op.__class__](self, op, deadline or Deadline(getattr(op, "timeout_s", self.timeout_s)))
+        return _EXECUTE[op.__class__](self, op, Deadline(getattr(op, "timeout_s", self.timeout_s)))
 
     def unsupported(self, operation: str) -> Unsupported:
         return Unsupported(operation=operation, store=self.name, why="PyTorch's protocol has no words for it")
@@ -414,7 +414,7 @@ class TCPStore(Store):
         arrival = ops.Arrive(0, _INIT, world_size, min(deadline.remaining(), ops.MAX_WAIT_S))
         if not is_master:
             backend.execute(ops.Add(0, _INIT, 1))
-        elif backend.execute(arrival, deadline) is not None:
+        elif backend.execute(arrival) is not None:
             joined = backend.execute(ops.Add(0, _INIT, 1))
             self.close()
             raise WorkersMissing(store=backend.name, joined=joined, world_size=world_size, timeout_s=deadline.timeout_s)

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from datetime import timedelta
 
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from rallypoint.deadline import Deadline, Timeout, seconds
+from rallypoint.core.ops import MAX_WAIT_S
+from rallypoint.deadline import Timeout, seconds
 from rallypoint.errors import LimitExceeded, StoreTimeout
 
 __all__ = ["DEFAULT_TIMEOUT_S", "View", "whole_amount"]
@@ -97,15 +98,15 @@ class View:
             raise ValueError(f"multi_set got {len(names)} keys and {len(values)} values")
         return [(name, self._value(key, value)) for name, key, value in zip(names, keys, values, strict=True)]
 
-    def _deadline(self, timeout: Timeout | None) -> Deadline:
-        return Deadline(self._timeout_s if timeout is None else timeout)
+    def _wait_s(self, timeout: Timeout | None) -> float:
+        return min(self._timeout_s if timeout is None else seconds(timeout), MAX_WAIT_S)
 
     def _timed_out(
         self,
         operation: str,
         keys: Sequence[str],
         missing: Sequence[str],
-        deadline: Deadline,
+        timeout_s: float,
         what: str | None = None,
         down: str = "",
     ) -> StoreTimeout:
@@ -113,7 +114,7 @@ class View:
             operation=operation,
             keys=keys,
             missing=missing,
-            timeout_s=deadline.timeout_s,
+            timeout_s=timeout_s,
             store=repr(self),
             what=what,
             down=down,

@@ -72,10 +72,8 @@ PING_S, PROBE_S = 1.0, 1.0
 """How often one of several servers is asked for a sign of life, which is late when the next is due; and how long a
 probe may then take."""
 
-
 LEAST_S = 0.1
 """How long repeating what was not answered may take, however little time is left."""
-
 
 UNHEARD = 0
 """Of a request that is to be carried out even if nobody is left to hear its answer."""
@@ -87,7 +85,6 @@ _BEAT = native.frame(ops.Beat(0))
 
 _forks = 0
 """How many forks lie between this process and the one that imported this module."""
-
 
 _fork_lock = threading.Lock()
 
