@@ -17,7 +17,11 @@ from tests.wire import AMPLE_S, Peer, until
 
 import rallypoint
 import rallypoint.aio
+from rallypoint.core import ops
+from rallypoint.core.records import Status
 from rallypoint.protocol.c10d import Opcode, encode
+from rallypoint.protocol.client import Client
+from rallypoint.protocol.native import frame
 
 TAKER = """
 import sys, rallypoint
@@ -37,6 +41,33 @@ def server() -> Iterator[rallypoint.Server]:
 def cutter(server: rallypoint.Server) -> Iterator[Cutter]:
     with Cutter(server.port) as cutter:
         yield cutter
+
+
+@pytest.mark.parametrize("among_others", [False, True])
+@pytest.mark.parametrize(
+    ("op", "status", "result", "at_once"),
+    [
+        (ops.Take(0, b"q", 1.0), Status.OK, b"item", True),
+        (ops.Take(0, b"q", 1.0), Status.TIMED_OUT, [b"q"], False),
+        (ops.Pop(0, b"q"), Status.OK, b"item", True),
+        (ops.Pop(0, b"q"), Status.OK, None, False),
+        (ops.Draw(0, b"q"), Status.OK, (1, b"item"), True),
+        (ops.CompareSet(0, b"k", b"", b"v"), Status.OK, b"v", False),
+    ],
+)
+def test_items_and_nothing_else_are_confirmed_at_once(
+    op: ops.Op, status: int, result: object, at_once: bool, among_others: bool
+) -> None:
+    client = Client("test")
+    number = client.number
+    client.ask(op, 1.0 if isinstance(op, ops.Take) else None)
+    answer = frame((number, status, result))
+    if among_others:
+        for reply in client.receive(answer):
+            client.settle(reply)
+    else:
+        client.sole(answer, number)
+    assert client.owes is at_once
 
 
 def pop_and_lose_the_confirmation(taker: rallypoint.Store, cutter: Cutter) -> bytes:

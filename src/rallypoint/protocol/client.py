@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from rallypoint.core.ops import Confirm, Drop, Op, Watch
+from rallypoint.core.ops import Confirm, Draw, Drop, Op, Pop, Take, Watch
 from rallypoint.core.records import Event, InternalError, Status
 from rallypoint.errors import (
     DiskFull,
@@ -56,6 +56,9 @@ class Reply(Struct, array_like=True, frozen=True, gc=False):
             raise BadMessage(f"the server's push makes no sense: {error}") from None
         return number, Event(revision, key, value)
 
+
+_TAKE = frozenset({Draw, Pop, Take})
+"""Requests that take an item of a queue."""
 
 _decode = msgspec.msgpack.Decoder(Reply).decode
 
@@ -218,11 +221,10 @@ class Client:
             reply = _decode(data[4:])
         except GARBLED:
             return None
-        if reply.number != number or self._open.pop(number, None) is None:
+        if reply.number != number or number not in self._open:
             return None
         self._unconfirmed += 1 + (size >> 14)
-        if reply.result.__class__ is bytes:
-            self._took()
+        self._settle(reply)
         return reply
 
     def _read(self, payload: bytes) -> Reply:
@@ -243,10 +245,8 @@ class Client:
     def settle(self, reply: Reply) -> None:
         """Note that a reply was delivered: its request is not repeated, and its push not sent again."""
         if reply.number:
-            self._open.pop(reply.number, None)
-            if isinstance(reply.result, bytes):  # an item, which goes back to its queue if we die unconfirmed
-                self._took()
-            elif reply.number in self._watches and isinstance(reply.result, int):
+            self._settle(reply)
+            if reply.number in self._watches and isinstance(reply.result, int):
                 self._watches[reply.number] = (self._watches[reply.number][0], reply.result)
         else:
             self._pushes_seen = reply.status
@@ -254,10 +254,13 @@ class Client:
             if number in self._watches:
                 self._watches[number] = (self._watches[number][0], event.revision)
 
-    def _took(self) -> None:
-        """Note that an item, or another answer that is bytes, has arrived: it is to be confirmed at once."""
-        self._unconfirmed += CONFIRM_EVERY
-        self._took_items = True
+    def _settle(self, reply: Reply) -> None:
+        """Close a request. An item goes back to its queue if we die unconfirmed, so it is to be confirmed at once."""
+        asked = self._open.pop(reply.number, None)
+        kind = asked.request.__class__ if isinstance(asked, _Timed) else asked.__class__
+        if kind in _TAKE and reply.status == Status.OK and reply.result is not None:
+            self._unconfirmed += CONFIRM_EVERY
+            self._took_items = True
 
     def answered(self, number: int) -> bool:
         """Say whether a request has its answer, or was taken back."""
