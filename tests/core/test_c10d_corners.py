@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import pytest
 
-from rallypoint.protocol.c10d import Opcode, encode
+from rallypoint.core import ops
+from rallypoint.protocol.c10d import Decoder, Opcode, Partial, encode
 
 from .fakes import items_of, value_of
-from .table import CANCEL, CANCELLED, PING, PONG, TOLD, Table, listed, number, string, wait
+from .table import CANCEL, CANCELLED, GREETING, LIMIT, PING, PONG, TOLD, Table, listed, number, string, wait
 
 
 @pytest.mark.parametrize(
@@ -375,3 +376,24 @@ def test_a_smaller_barrier_and_a_write_let_everybody_through() -> None:
     assert table.hears("a") == b"", "it has its own size, and that is not reached"
     table.say("c", encode(Opcode.SET, b"/b", b"3"))
     assert table.hears("a") == TOLD
+
+
+def test_strings_that_came_whole_are_not_collected_byte_by_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message of very many short strings comes in chunks: each has one string at most that is cut."""
+    slow, one_by_one = 0, Partial._field
+
+    def count(self: Partial, kind: str) -> None:
+        nonlocal slow
+        slow += 1
+        one_by_one(self, kind)
+
+    monkeypatch.setattr(Partial, "_field", count)
+    parts = [b"%d" % part for part in range(2000)]
+    stream = encode(Opcode.MULTI_SET, 1000, *parts)
+    decoder = Decoder(LIMIT)
+    decoder.read(GREETING, 0)
+    slow = 0
+    chunks = [stream[at : at + 1000] for at in range(0, len(stream), 1000)]
+    (op,) = [op for op, _ in (decoder.read(chunk, 0) for chunk in chunks) if op is not None]
+    assert isinstance(op, ops.MultiSet) and op.pairs == list(zip(parts[::2], parts[1::2], strict=True))
+    assert slow <= 2 * len(chunks) + 1

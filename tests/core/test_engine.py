@@ -421,6 +421,53 @@ def test_a_waiter_of_very_many_keys_is_answered_once_by_the_last() -> None:
     assert engine.take() == [(waiter, None)]
 
 
+class Counted(bytes):
+    """A key that counts how often it is looked up."""
+
+    looks = 0
+
+    def __hash__(self) -> int:
+        Counted.looks += 1
+        return super().__hash__()
+
+
+@pytest.mark.parametrize("kind", [ops.Wait, ops.MultiGet])
+def test_a_key_that_comes_is_all_that_a_wait_of_many_keys_looks_at(kind: type[Any]) -> None:
+    engine = Engine()
+    engine.put_all([(b"%d" % number, b"") for number in range(1000)])
+    waiter = engine.execute(kind(1, [b"first", *(Counted(b"%d" % number) for number in range(1000)), b"last"], 9.0))
+    Counted.looks = 0
+    engine.put(b"first", b"")
+    assert Counted.looks == 0 and not engine.take()
+    engine.put(b"last", b"")
+    assert Counted.looks == (1000 if kind is ops.MultiGet else 0), "but for the values"
+    assert [handle for handle, _ in engine.take()] == [waiter]
+
+
+@pytest.mark.parametrize("kind", [ops.Wait, ops.MultiGet])
+def test_a_wait_of_many_keys_looks_again_where_one_may_have_gone(kind: type[Any]) -> None:
+    engine = Engine()
+    engine.put(b"there", b"")
+    engine.execute(kind(1, [b"first", b"there", b"last"], 9.0))
+    engine.remove(b"there")
+    engine.put(b"first", b"")
+    engine.put(b"last", b"")
+    assert not engine.take(), "one that was there has gone"
+    engine.put(b"there", b"")
+    assert len(engine.take()) == 1
+
+
+def test_a_queue_that_has_gone_is_waited_for_again() -> None:
+    engine = Engine()
+    engine.push(b"queue", b"item")
+    engine.execute(ops.Wait(1, [b"first", b"queue"], 9.0))
+    engine.pop(b"queue")
+    engine.put(b"first", b"")
+    assert not engine.take()
+    engine.push(b"queue", b"item")
+    assert len(engine.take()) == 1
+
+
 def test_take_gives_everything_once() -> None:
     engine = Engine()
     watch = engine.watch(b"", "ann", 1)

@@ -64,6 +64,12 @@ class Comparison(RuleBasedStateMachine):
                 insort(self.model, key)
                 self.index.add(key)
 
+    @rule(keys=st.sets(KEYS, max_size=60))
+    def add_all(self, keys: set[bytes]) -> None:
+        new = [key for key in sorted(keys) if key not in self.model]
+        self.model = sorted([*self.model, *new])
+        self.index.add_all(new[::-1])
+
     @precondition(lambda self: self.model)
     @rule(data=st.data(), many=st.integers(1, 12))
     def discard(self, data: st.DataObject, many: int) -> None:
@@ -193,6 +199,14 @@ def test_a_shrinking_bucket_between_full_ones_stays_apart_until_it_is_empty(step
         assert len(index.buckets) == len(others) + 1
         index.discard(key)
     assert index.buckets == others
+    check(index)
+
+
+def test_many_keys_are_merged_at_once_into_buckets_of_the_usual_size() -> None:
+    index = KeyIndex([b"%06d" % number for number in range(0, 3000, 3)])
+    index.add_all([b"%06d" % number for number in range(100_000) if number % 3 or number >= 3000])
+    assert not index.pending and max(map(len, index.buckets)) <= index.bucket_size
+    assert index.keys(b"") == [b"%06d" % number for number in range(100_000)]
     check(index)
 
 

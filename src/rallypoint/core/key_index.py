@@ -70,8 +70,8 @@ class KeyIndex:
             for key in keys:
                 self.add(key)
         else:
-            self.pending.update(dict.fromkeys(keys))
-            self._merge(len(keys))
+            self._merge()
+            self._insert(sorted(keys), len(keys))
 
     def discard(self, key: bytes) -> None:
         """Remove a key; raise `KeyError` if it is missing, because then the index differs from its dict."""
@@ -128,12 +128,15 @@ class KeyIndex:
         at = bisect_right(self.bounds, key) - 1
         return at, bisect_left(self.buckets[at], key)
 
-    def _merge(self, max_splits: int = MAX_SPLITS) -> None:
-        """Move the pending keys to the buckets, one search for all keys of a bucket."""
-        if not self.pending:
-            return
-        new = sorted(self.pending)
-        self.pending.clear()
+    def _merge(self) -> None:
+        """Move the pending keys to the buckets."""
+        if self.pending:
+            new = sorted(self.pending)
+            self.pending.clear()
+            self._insert(new, MAX_SPLITS)
+
+    def _insert(self, new: list[bytes], max_splits: int) -> None:
+        """Put sorted keys into the buckets, one search for all keys of a bucket."""
         self._merged += len(new)
         bounds, start, at, splits = self.bounds, 0, 0, 0
         while start < len(new):
@@ -141,8 +144,10 @@ class KeyIndex:
             stop = bisect_left(new, bounds[at + 1], start) if at + 1 < len(bounds) else len(new)
             bucket = self.buckets[at]
             if (stop - start) * SORT_SHARE > len(bucket):
+                there = len(bucket)
                 bucket += new[start:stop]
-                bucket.sort()
+                if there:
+                    bucket.sort()
             else:
                 for key in new[start:stop]:
                     insort(bucket, key)

@@ -24,7 +24,7 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
 from msgspec import Meta, Struct
@@ -224,9 +224,9 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
-def waiting_for(so_far: str, missing: Sequence[str], withdrawn: Container[str]) -> Waiting:
+def waiting_for(so_far: str, missing: Sequence[str], withdrawn: Mapping[str, None]) -> Waiting:
     """Say who has not come, after how far it is, and which of them came and gave up."""
-    gone = [name for name in missing if name in withdrawn]
+    gone = [name for name in missing if name in withdrawn] if withdrawn else []
     gave_up = f" (came, and gave up: {listed(gone)})" if gone else ""
     return Waiting(f"{so_far}; missing: {listed(missing)}{gave_up}", missing, gone)
 

@@ -251,6 +251,8 @@ def weigh(answer: Any) -> int:
         return 16 + sum(8 + len(key) for key in answer.missing)
     if kind is Done and answer.answer.__class__ is Shared:
         return 16 + len(answer.answer.data)
+    if kind is Waiting:  # which may name very many
+        return 80 + len(answer.reason) + sum(8 * len(names) + sum(map(len, names)) for names in answer[1:3])
     if kind is Packed:
         return 16 + _weigh_plain(answer.result)
     return 16 + _weigh_plain(pack(answer).result)

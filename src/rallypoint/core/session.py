@@ -361,8 +361,10 @@ class Session:
         self._budget.kept += size
 
     def _seen(self, push: int) -> None:
-        while self.pushes and self.pushes[0].push <= push:
-            self._count(-_weigh_push(self.pushes.popleft()))
+        pushes, freed = self.pushes, 0
+        while pushes and pushes[0].push <= push:
+            freed += _weigh_push(pushes.popleft())
+        self._count(-freed)
 
     # Operations that are more than the engine's
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
+from itertools import cycle, islice
 from typing import Any
 
 from rallypoint.core import ops
@@ -129,6 +130,10 @@ class Partial:
     def feed(self, data: bytes, at: int) -> tuple[int, bool]:
         """Take bytes from `at` on; return where they end, and whether the message is whole."""
         while not self._whole():
+            if self._repeat >= 0 and self._need < 0 and not self._buffer and "q" not in self._kinds:
+                at = self._take_strings(data, at)
+                if self._whole():
+                    break
             kind = "*" if self._repeat < 0 else self._kinds[self._position()]
             need = self._need if self._need >= 0 else _WIDTH.get(kind, 8)
             take = min(need - len(self._buffer), len(data) - at)
@@ -139,6 +144,23 @@ class Partial:
                 return at, False
             self._field(kind)
         return at, True
+
+    def _take_strings(self, data: bytes, at: int) -> int:
+        """Take the strings that came whole and are not too long; return where they end."""
+        start, end, room = at, len(data), self._limit - self._total
+        limits, append = cycle([_LIMIT.get(kind, -1) for kind in self._kinds]), self.fields.append
+        left = self._repeat * len(self._kinds) - len(self.fields)
+        for limit in islice(limits, self._position(), self._position() + left):
+            if at + 8 > end:
+                break
+            size = _U64(data, at)[0]
+            stop = at + 8 + size
+            if stop > end or size > limit or stop - start > room:
+                break
+            append(data[at + 8 : stop])
+            at = stop
+        self._total += at - start
+        return at
 
     def _position(self) -> int:
         return len(self.fields) % len(self._kinds)
@@ -290,21 +312,19 @@ def _checked(op: Any, answer: Any, limit: int) -> bytes:
     return b"\0" if answer else b"\1"
 
 
-def _string(op: Any, answer: bytes, limit: int) -> bytes:
-    size = len(answer)
-    if size > limit:
-        raise BadMessage(f"an answer of {size} bytes, the limit is {limit}")
-    return _LEN(size) + answer
-
-
 def _value(op: Any, answer: bytes | None, limit: int) -> bytes:
-    if answer is None or len(answer) > limit:
-        return _string(op, answer or b"", limit)
+    if answer is None:
+        return _ZERO
+    if len(answer) > limit:
+        raise BadMessage(f"an answer of {len(answer)} bytes, the limit is {limit}")
     return _LEN(len(answer)) + answer
 
 
 def _values(op: Any, answer: Sequence[bytes | None], limit: int) -> bytes:
-    return _strings([value or b"" for value in answer], limit)
+    size = sum(map(len, filter(None, answer))) + 8 * len(answer)
+    if size > limit:
+        raise BadMessage(f"an answer of {size} bytes, the limit is {limit}")
+    return encode_items(answer)
 
 
 def encode_items(items: Sequence[bytes | None]) -> bytes:
@@ -317,28 +337,12 @@ def encode_list_head(op: ops.Op, length: int) -> bytes:
     return _INT(length) if isinstance(op, ops.List) else b""
 
 
-def _strings(values: Sequence[bytes], limit: int) -> bytes:
-    size = sum(map(len, values)) + 8 * len(values)
-    if size > limit:
-        raise BadMessage(f"an answer of {size} bytes, the limit is {limit}")
-    return b"".join([part for value in values for part in (_LEN(len(value)), value)])
-
-
 def _keys(op: Any, answer: list[bytes], limit: int) -> bytes:
-    return _INT(len(answer)) + _strings(answer, limit)
+    return _INT(len(answer)) + _values(op, answer, limit)
 
 
 def _drawn(op: Any, answer: Drawn, limit: int) -> bytes:
-    return _INT(0) if answer.item is None else _INT(answer.length) + _string(op, answer.item, limit)
-
-
-def _pong(op: Any, answer: Any, limit: int) -> bytes:
-    nonce: int = op.number
-    return nonce.to_bytes(4, "little")
-
-
-def _cancelled(op: Any, answer: Any, limit: int) -> bytes:
-    return b"\1"
+    return _INT(0) if answer.item is None else _INT(answer.length) + _value(op, answer.item, limit)
 
 
 ENCODE_ANSWER: dict[type[ops.Op], Callable[[Any, Any, int], bytes]] = {
@@ -346,7 +350,7 @@ ENCODE_ANSWER: dict[type[ops.Op], Callable[[Any, Any, int], bytes]] = {
     ops.Append: _nothing,
     ops.MultiSet: _nothing,
     ops.Push: _nothing,
-    ops.CompareSet: _string,
+    ops.CompareSet: _value,
     ops.Peek: _value,
     ops.MultiPeek: _values,
     ops.Add: _integer,
@@ -354,12 +358,12 @@ ENCODE_ANSWER: dict[type[ops.Op], Callable[[Any, Any, int], bytes]] = {
     ops.Await: _waited,
     ops.Wait: _waited,
     ops.Arrive: _waited,
-    ops.Drop: _cancelled,
+    ops.Drop: lambda op, answer, limit: b"\1",
     ops.Count: _integer,
     ops.Delete: _integer,
     ops.QueueLen: _integer,
     ops.Draw: _drawn,
     ops.List: _keys,
-    ops.Ping: _pong,
+    ops.Ping: lambda op, answer, limit: op.number.to_bytes(4, "little"),
 }
 """What makes the reply: of the operation, its answer, and how long it may be; raises BadMessage where it is longer."""
