@@ -28,8 +28,8 @@ class FakeKernel:
 
     def end(self, number: int = 0) -> None:
         self._result = number
-        self._ended.set()
         os.eventfd_write(self._fd, 1)
+        self._ended.set()  # last: whoever waits for it closes the descriptor
 
     def finish(self, *, wait: bool = False) -> int | None:
         if wait:
