@@ -32,7 +32,6 @@ _HUNG_UP = getattr(select, "POLLRDHUP", 0)
 class Kept(Protocol):
     """What is kept: see `store/wire.py`."""
 
-    label: str
     beat_s: float
 
     def look(self) -> tuple[socket.socket | None, bool] | None:
