@@ -11,6 +11,7 @@ order they came, a barrier's arrival that gives up is taken back, and multi_set 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.core import entries, ops
@@ -38,6 +39,12 @@ _HOLDING = frozenset((ops.Await, ops.Arrive))
 _ITS_OWN = _HOLDING | {ops.Drop}
 """Operations that concern what this client holds, and are its visitor's to carry out."""
 
+_QUICK: dict[type, tuple[Callable[..., Any], Callable[..., bytes]]] = {
+    kind: (EXECUTE[kind], ENCODE_ANSWER[kind])
+    for kind in (ops.Set, ops.Peek, ops.Add, ops.Check, ops.CompareSet, ops.Append, ops.Delete, ops.Push, ops.Ping)
+}
+"""What carries out a request that never waits, and what makes its reply."""
+
 _LARGE = frozenset((ops.Peek, ops.MultiPeek, ops.List))
 """Reads whose replies may be much larger than they are."""
 
@@ -49,8 +56,9 @@ class C10dConnection:
     """One PyTorch client's connection."""
 
     __slots__ = (
-        "_awaits", "_connection", "_decoder", "_deferred", "_engine", "_halted", "_limit", "_listing", "_namespace",
-        "_numbers", "_parked", "_parked_bytes", "_pending", "_queued", "_replies", "_rest", "_server", "visitor"
+        "_awaits", "_connection", "_decoder", "_deferred", "_engine", "_halted", "_limit", "_listing", "_logged",
+        "_namespace", "_numbers", "_parked", "_parked_bytes", "_pending", "_queued", "_replies", "_rest", "_server",
+        "held", "visitor"
     )  # fmt: skip
 
     def __init__(self, server: StoreServer, connection: Connection, namespace: Namespace) -> None:
@@ -73,11 +81,9 @@ class C10dConnection:
         self._awaits = 0
         self._numbers = 0
         self._queued = 0
-
-    @property
-    def held(self) -> int:
+        self._logged = server.log is not None
+        self.held = 0
         """How many bytes of requests are held that could not be carried out yet."""
-        return len(self._rest) + self._decoder.held + self._parked_bytes
 
     @property
     def greeted(self) -> bool:
@@ -96,50 +102,61 @@ class C10dConnection:
 
     def receive(self, data: bytes) -> bytes:
         """Carry out the requests in what came, and return the answers. Raises BadMessage, and is of no use after."""
-        if self._rest:
-            data, self._rest = self._rest + data, b""
+        if self.held or self._parked or self._halted or not data:
+            return self._receive_behind(data)
+        op, stop = self._decoder.read(data, 0)
+        visitor, engine = self.visitor, self._engine
+        if stop < len(data) or visitor.waiter is not None or visitor.turn is not None or self._logged:
+            return self._receive(data, op, stop, [])
+        quick = _QUICK.get(op.__class__)
+        if quick is not None:  # what `_request` comes to, in short
+            try:
+                answer = quick[0](engine, op, visitor)
+            except StoreError as error:
+                raise BadMessage(str(error)) from error
+            if engine.outbox:
+                self._server.settle(engine)
+            return quick[1](op, answer, self._limit)
+        if op.__class__ is ops.Await and engine.holds(op.key):
+            return WAITED
+        return self._receive(data, op, stop, [])
+
+    def _receive_behind(self, data: bytes) -> bytes:
+        """Take what came behind part of a request, or behind requests that could not be carried out yet."""
+        data, self._rest = self._rest + data, b""
         replies: list[bytes] = []
+        if self._parked:
+            self._catch_up(replies)
+        if self._parked or self._halted or not data:
+            self._rest = data
+            self._count()
+            return b"".join(replies)
+        return self._receive(data, *self._decoder.read(data, 0), replies)
+
+    def _receive(self, data: bytes, op: ops.Op | None, stop: int, replies: list[bytes]) -> bytes:
+        """Carry out the requests in what came, the first of which has been read and ends at `stop`."""
         self._replies = replies
-        at, end, owed = 0, len(data), 0
-        read, visitor, engine, limit = self._decoder.read, self.visitor, self._engine, self._limit
-        direct = self._server.log is None
+        at, owed = 0, sum(map(len, replies))
         try:
-            if self._parked:
-                owed = self._catch_up(replies)
-                if self._parked or self._halted:
-                    self._rest, at = data, end
-            while at < end:
-                op, stop = read(data, at)
-                if op is None:
-                    break
-                kind = op.__class__
-                if direct and kind not in _ITS_OWN and visitor.waiter is None and visitor.turn is None:
-                    answer = EXECUTE[kind](engine, op, visitor)  # what `_request` comes to, in short
-                    if engine.outbox:
-                        self._server.settle(engine)
-                    if answer.__class__ is Waiter:
-                        visitor.waiter, reply = answer, b""
-                    elif answer.__class__ is list and len(answer) > SLICE_ITEMS:
-                        reply = self._send_list(op, answer)
-                    else:
-                        reply = ENCODE_ANSWER[kind](op, answer, limit)
-                else:
-                    reply = self._request(op, stop - at)
+            while op is not None:
+                reply = self._request(op, stop - at)
                 at = stop
-                if self._halted:
-                    self._rest = data[at:]
-                    break
                 if reply:
                     replies.append(reply)
                     owed += len(reply)
-                    if owed > REPLIES_BYTES:
-                        self._rest = data[at:]
-                        break
-        except StoreError as error:
-            raise BadMessage(str(error)) from error
+                if self._halted or owed > REPLIES_BYTES:
+                    self._rest = data[at:]
+                    break
+                if at == len(data):
+                    break
+                op, stop = self._decoder.read(data, at)
         finally:
             self._replies = None
+            self._count()
         return replies[0] if len(replies) == 1 else b"".join(replies)
+
+    def _count(self) -> None:
+        self.held = len(self._rest) + self._decoder.held + self._parked_bytes
 
     def end(self) -> None:
         """Note that the connection is gone."""
@@ -247,6 +264,7 @@ class C10dConnection:
             (op, size), self._deferred = self._deferred, None
             self._halted = self._listing
             self._parked_bytes -= size
+            self._count()
             self._submit(log, op, size, self.visitor.changes(op))
             self._connection.read_on()
 
@@ -300,10 +318,11 @@ class C10dConnection:
         if not self._connection.closing:
             self._parked.append((op, answer, size))
             self._parked_bytes += size
+            self._count()
             self._connection.recount()
 
-    def _catch_up(self, replies: list[bytes]) -> int:
-        """Add replies that were parked; return how much they are."""
+    def _catch_up(self, replies: list[bytes]) -> None:
+        """Add replies that were parked, as many as may be sent at once."""
         owed = 0
         while self._parked and owed <= REPLIES_BYTES and not self._halted:
             op, answer, size = self._parked.popleft()
@@ -312,7 +331,6 @@ class C10dConnection:
                 answer = EXECUTE[op.__class__](self._engine, op, None)
             replies.append(self._encode(op, answer))
             owed += len(replies[-1])
-        return owed
 
     def refuse(self, work: ops.Op, size: int, error: StoreError, last: bool) -> bool:
         """Close the connection of a request that could not be written to the log: the protocol has no errors."""
