@@ -10,7 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,9 +33,9 @@ NOTES = (
     " *64 connections*: 8 processes of 8 threads, and the processor time of the server alone. *Killed client*: from "
     "SIGKILL to the deletion of its lease, as a watch in another process sees it; the grace of 2 s is in it. *Killed "
     "lock holder*: from SIGKILL until the next one holds the lock. *Killed barrier member*: eight processes have come, "
-    "one is killed; from SIGKILL until the last of the other seven has raised MembersLost with its name."
+    "one is killed; from SIGKILL until the last of the other seven has raised MembersLost with its name. *before* is "
+    "our client on our server, both as they were in the checkout that RALLYPOINT_BEFORE names, if it names one."
 )
-NAMES = ("rallypoint", "torch")
 KEY, COUNTER, VALUE = "bench/value", "bench/count", b"v" * 32
 KEYS = [f"bench/many/{number}" for number in range(1000)]
 TARGETS = {
@@ -45,6 +48,9 @@ TARGETS = {
 }
 """At most so much of torch's time, by operation and placement."""
 
+OF_BEFORE = {operation: {placement.name: 1.05 for placement in PLACEMENTS} for operation in list(TARGETS)[:-1]}
+"""The same of an older checkout's time, but for wake-ups, which vary by more than that."""
+
 WARM_S, SLICE_S = 0.02, 0.1
 WAKES, LEAD_S, GAP_S = 40, 0.05, 0.004
 BLOCKED_S = 0.0005
@@ -54,8 +60,13 @@ BLOCKED_S = 0.0005
 def run(quick: bool) -> list[Line]:
     """Measure one client, then shared ones, then faults."""
     need("torch")
-    with serving(NAMES) as servers:
-        lines = _one_client(servers, *((2, 0.03) if quick else (15, SLICE_S)))
+    rounds, slice_s = (2, 0.03) if quick else (15, SLICE_S)
+    lines = []
+    if "RALLYPOINT_BEFORE" in os.environ:
+        with serving(("rallypoint", "before")) as servers:
+            lines = _one_client(servers, OF_BEFORE, rounds, slice_s)
+    with serving(("rallypoint", "torch")) as servers:
+        lines += _one_client(servers, TARGETS, rounds, slice_s)
         lines += sharing.threads(servers["rallypoint"], *((2, 0.1) if quick else (8, 0.4)))
         lines += sharing.connections(servers, *((2, 0.1) if quick else (6, 0.25)))
         return lines + killed.run(servers["rallypoint"], 1 if quick else 5)
@@ -65,7 +76,16 @@ def connect(name: str, port: int) -> Any:
     """Return a client of the kind that belongs to a server."""
     if name == "torch":
         return crowd.connect(port)
-    return rallypoint.TCPStore("127.0.0.1", port, timeout=crowd.PATIENCE)
+    package = _before() if name == "before" else rallypoint
+    return package.TCPStore("127.0.0.1", port, timeout=crowd.PATIENCE)
+
+
+def _before() -> Any:
+    """Import our package, in this process from now on, as it was in the checkout that RALLYPOINT_BEFORE names."""
+    for module in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
+        del sys.modules[module]
+    sys.path.insert(0, os.environ["RALLYPOINT_BEFORE"] + "/src")
+    return importlib.import_module("rallypoint")
 
 
 def calls(store: Any) -> dict[str, Callable[[], object]]:
@@ -133,22 +153,26 @@ def _teams(servers: dict[str, Running]) -> Iterator[dict[str, Team]]:
         yield {name: stack.enter_context(team(1, Client, name, server.port)) for name, server in servers.items()}
 
 
-def _one_client(servers: dict[str, Running], rounds: int, slice_s: float) -> list[Line]:
+def _one_client(
+    servers: dict[str, Running], targets: dict[str, dict[str, float]], rounds: int, slice_s: float
+) -> list[Line]:
+    """Measure our client and a peer's, each on its own server."""
     lines = []
+    _, peer = servers
     with _teams(servers) as clients, _teams(servers) as others:
         server_pids = [server.pid for server in servers.values()]
         client_pids = [pid for held in (*clients.values(), *others.values()) for pid in held.pids]
         for placement in PLACEMENTS:
             placement.put(server_pids, client_pids)
-            for operation in TARGETS:
+            for operation, at_most in targets.items():
                 if operation == "wait wakes":
                     measure = _wake_meter(clients, others, placement)
                 else:
                     measure = functools.partial(_call_us, clients, operation, slice_s)
                 say(f"  {operation}, {placement.name}")
-                ours, theirs = in_turn(NAMES, rounds, measure).values()
-                target = Target(at_most=TARGETS[operation][placement.name])
-                lines.append(Line(operation, placement.name, "µs", ours, "torch", theirs, target))
+                ours, theirs = in_turn(tuple(servers), rounds, measure).values()
+                target = Target(at_most=at_most[placement.name])
+                lines.append(Line(operation, placement.name, "µs", ours, peer, theirs, target))
     return lines
 
 

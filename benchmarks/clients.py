@@ -124,7 +124,8 @@ class Match:
         for peer in list(self._servers)[1:]:
             lines.append(Line(operation, where, "op/s", rates["rallypoint"], peer, rates[peer], target))
             ours, theirs = spent["rallypoint"][1:], spent[peer][1:]  # the first was for warming up
-            lines.append(Line(f"{operation}, server's CPU", where, "µs/op", ours, peer, theirs))
+            allowed = Target(at_most=1.05) if peer == "before" else None
+            lines.append(Line(f"{operation}, server's CPU", where, "µs/op", ours, peer, theirs, allowed))
         return lines
 
 

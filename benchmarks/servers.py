@@ -42,6 +42,10 @@ serve(Settings(port=0), ready=lambda url: print(url.rpartition(":")[2], flush=Tr
 REDIS = ("redis-server", "--bind", "127.0.0.1", "--loglevel", "warning", "--save", "")
 
 
+SCRATCH = ROOT / ".bench"
+"""Where data directories are: on the file system of the checkout, and out of its way if a run is killed."""
+
+
 class Running(NamedTuple):
     """A server that takes connections on 127.0.0.1."""
 
@@ -90,18 +94,21 @@ def redis(appends: str = "no", *options: str) -> Iterator[Running]:
 @contextlib.contextmanager
 def durable() -> Iterator[Running]:
     """Run our server with a data directory."""
-    with tempfile.TemporaryDirectory(dir=ROOT) as directory, rallypoint.Server(data_dir=directory) as server:
+    with scratch_directory() as directory, rallypoint.Server(data_dir=directory) as server:
         yield Running(server.pid, server.port)
 
 
 @contextlib.contextmanager
 def durable_redis() -> Iterator[Running]:
     """Run Debian's redis-server with an append-only file that is synced before every reply."""
-    with (
-        tempfile.TemporaryDirectory(dir=ROOT) as directory,
-        redis("yes", "--appendfsync", "always", "--dir", directory) as server,
-    ):
+    with scratch_directory() as directory, redis("yes", "--appendfsync", "always", "--dir", directory) as server:
         yield server
+
+
+def scratch_directory() -> tempfile.TemporaryDirectory[str]:
+    """Make a directory that is removed at the end of a `with` block."""
+    SCRATCH.mkdir(exist_ok=True)
+    return tempfile.TemporaryDirectory(dir=SCRATCH)
 
 
 @contextlib.contextmanager
