@@ -2,8 +2,8 @@
 
 Clients are raw connections of one process on an event loop, each with one `add` under way (INCR on Redis), so that what
 they cost is the same for all. One client alone is a blocking socket. The `fdatasync` that it is compared with is of 60
-bytes into preallocated space on the same file system, in the same run, and on the servers' core: where the disk's
-interrupts come, it takes half as long again as on the other.
+bytes into preallocated space on the same file system, in the same run, and on the servers' core: it may take half as
+long again on one core as on another.
 """
 
 from __future__ import annotations
