@@ -51,10 +51,7 @@ RETRY_S = 0.5
 """How long to wait, while the disk is full, before entries are tried again that nobody waits for."""
 
 SLICE_ENTRIES = 256
-"""How many entries of its own the server submits in one turn of the event loop."""
-
-REPLAY_ENTRIES = 1000
-"""How many entries a server that starts replays in one turn of the event loop."""
+"""How many entries of its own the server submits, or replays when it starts, in one turn of the event loop."""
 
 CLOSE_S = 5.0
 """How long a clean stop waits for commits that are under way, and for replies to be sent."""
@@ -134,7 +131,7 @@ class StoreServer(ServerBase):
         for count, record in enumerate(records, 1):
             self.state.apply(entries.decode(record))
             self.state.outputs.clear()
-            if not count % REPLAY_ENTRIES:
+            if not count % SLICE_ENTRIES:
                 await asyncio.sleep(0)  # it may be told to end
 
     def _cannot_start(self, error: StoreError) -> None:
