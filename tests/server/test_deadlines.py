@@ -268,10 +268,26 @@ async def test_a_pause_of_the_server_is_nobodys_fault(server: StoreServer, log: 
             shifted.by += 100.0
             server.clock._tick()
             peer.asks(ops.Beat(0))
+            await settle()
             assert await peer.asked(ops.Check(2 + pause, [b"/leased"])) is True, "its heartbeat was on its way"
             assert await peer.asked(ops.Check(100 + pause, [b"/of another"])) is True, "so may its client be"
         while await peer.asked(ops.Check(1000, [b"/leased"])) or await peer.asked(ops.Check(1001, [b"/of another"])):
             await settle()
+
+
+@on_log
+async def test_a_heartbeat_from_before_a_pause_counts(server: StoreServer, log: FakeLog) -> None:
+    with ShiftedTime() as shifted:
+        peer = await ours(server)
+        await peer.asked(ops.Lease(1, b"/leased", b"v", 10.0))
+        shifted.by += 8.0
+        peer.asks(ops.Beat(0))
+        shifted.by += 1000.0
+        server.clock._tick()
+        shifted.by += 2.0 + clock.LATE_S / 2
+        server.clock._tick()
+        await settle()
+        assert await peer.asked(ops.Check(2, [b"/leased"])) is True
 
 
 @on_log

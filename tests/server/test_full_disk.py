@@ -227,6 +227,27 @@ async def test_who_comes_back_is_hung_up_on_and_keeps_its_session(server: StoreS
 
 
 @on_log(grace_s=0.0)
+async def test_who_comes_back_in_vain_and_stays_away_ends(server: StoreServer, log: FakeLog) -> None:
+    """The connection before ended after the new one had taken over, so its end was not noted."""
+    peer = await ours(server)
+    log.error = disk_full()
+    log.stalled = True
+    again = Ours(server)
+    coming = asyncio.ensure_future(again.greets(peer.session))
+    await settle()
+    peer.hangs_up()
+    await settle()
+    log.stalled = False
+    log.end(disk_full())
+    with pytest.raises(AssertionError, match="hung up on"):
+        await coming
+    await settle()
+    assert server.state.sessions
+    log.error = None
+    await until(lambda: not server.state.sessions)
+
+
+@on_log(grace_s=0.0)
 async def test_who_is_gone_ends_as_soon_as_there_is_room(server: StoreServer, log: FakeLog) -> None:
     peer, waiter = await ours(server), await torch(server)
     await peer.asked(ops.Lease(1, b"/leased", b"v", 0.0))

@@ -158,14 +158,18 @@ async def test_a_read_that_waits_for_its_peer_ends_its_turn_at_once(server: Stor
     await settle()
     next_one.asks(Opcode.WAIT, 1, b"/q")
     await settle()
-    await writer.asked(ops.Push(2, b"/q", b"item"))
     log.stalled = True
-    peer.says(encode(Opcode.SET, b"/k", b"v") + encode(Opcode.GET, b"/large") * 10)
+    peer.says(encode(Opcode.SET, b"/k", b"v") + encode(Opcode.GET, b"/large") * 5)
+    await settle()
+    writer.asks(ops.Push(2, b"/q", b"item"))
+    peer.says(encode(Opcode.GET, b"/large") * 5)
     await log.flow()
+    assert next_one.pending == WAITED, "at once, and not when a sweep takes the turn back"
     assert await next_one.hears(1) == WAITED
     next_one.asks(Opcode.QUEUE_POP, b"/q")
     assert (await next_one.number(), await next_one.string()) == (1, b"item")
-    assert await peer.hears(1) == WAITED and [await peer.string() for _ in range(10)] == [LARGE] * 10
+    assert [await peer.string() for _ in range(5)] == [LARGE] * 5
+    assert await peer.hears(1) == WAITED and [await peer.string() for _ in range(5)] == [LARGE] * 5
 
 
 @on_log

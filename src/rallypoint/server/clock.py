@@ -39,7 +39,7 @@ One attempt to resume lasts up to 3 s (`store/route.py`): one that began before 
 LATE_S = 0.5
 """How long after its time a deadline may be seen to; later than that, the process was not running."""
 
-MAX_DUE = 256
+MAX_DUE = 128
 """How many deadlines are seen to in one turn of the event loop."""
 
 

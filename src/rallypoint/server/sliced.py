@@ -23,7 +23,7 @@ def encode_in_slices(
     limit: int,
     done: Callable[[list[bytes], int], None],
 ) -> None:
-    """Encode a list; then call `done` with the parts and their size. It ends before a slice that is over the limit."""
+    """Encode a list; then call `done` with the parts and their size. It ends early once they are over the limit."""
     loop = asyncio.get_running_loop()
     parts: list[bytes] = []
     size = 0
@@ -32,9 +32,6 @@ def encode_in_slices(
         nonlocal size
         sizes = list(accumulate(len(item or b"") for item in items[start : start + SLICE_ITEMS]))
         count = max(1, bisect_right(sizes, SLICE_BYTES))
-        if sizes and size + sizes[count - 1] > limit:
-            done(parts, size + sizes[count - 1])
-            return
         part = encode(items[start : start + count])
         parts.append(part)
         size += len(part)
