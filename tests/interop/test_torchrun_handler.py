@@ -116,7 +116,7 @@ def test_a_round_that_is_over_before_its_door_is_open(make: Make, monkeypatch: p
     scopes: list[int] = []
     opened = home.open_door
 
-    def too_late_at_first(host: str, port: int, run: str, scope: int, timeout_s: float, number: int) -> int:
+    def too_late_at_first(host: str, port: int, run: str, scope: int, timeout_s: float, *rest: Any) -> int:
         if not scopes:  # others were faster
             opened(host, port, run, scope + 1, timeout_s)
         scopes.append(scope)
