@@ -71,7 +71,7 @@ SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60
 LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/protocol/c10d.py": (370, "one wire protocol, both directions"),
     "src/rallypoint/core/engine.py": (
-        790,
+        795,
         "all store semantics, once: operations, waits and wake-ups change the same few tables and are read together",
     ),
     "src/rallypoint/errors.py": (
@@ -93,7 +93,7 @@ LARGE: dict[str, tuple[int, str]] = {
         "writing and reading, side by side: each section must match its counterpart",
     ),
     "src/rallypoint/server/server.py": (370, "the state, its log and its connections: what each brings to the others"),
-    "src/rallypoint/server/native_connection.py": (355, "one protocol's end: requests, replies, the way to the log"),
+    "src/rallypoint/server/native_connection.py": (375, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/server/c10d_connection.py": (355, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/store/wire.py": (
         765,

@@ -109,7 +109,9 @@ class Engine:
         self._turns: dict[bytes, dict[Turn, None]] = {}
         self._watches = WatchTable()
         self._events = 0  # how many a change of many keys has left in the outbox
-        self._removals = 0  # how often a key or queue was deleted, so that a wait knows when to look at all again
+        self.removals = 0
+        """How often a key or queue was deleted: while it stays the same, what was there is there."""
+
         self._lessee: dict[bytes, Hashable] = {}
         self._leased: dict[Hashable, dict[bytes, None]] = {}
         self._held: dict[Hashable, dict[Handle, None]] = {}
@@ -187,7 +189,7 @@ class Engine:
         if value is None:
             return False
         self._index.discard(key)
-        self._removals += 1
+        self.removals += 1
         self.size -= len(key) + len(value) + ENTRY_BYTES
         self.revision += 1
         if key in self._lessee:
@@ -276,7 +278,11 @@ class Engine:
         return self._lessee.get(key)
 
     def _check(self, op: ops.Check | ops.Wait, owner: Hashable) -> bool:
-        values, queues, keys = self._values, self._queues, op.keys
+        return self.has_all(op.keys)
+
+    def has_all(self, keys: Sequence[bytes]) -> bool:
+        """Return whether there is a key or a queue of each name."""
+        values, queues = self._values, self._queues
         if len(keys) > FEW:
             here = values.__contains__
             return all(map(here, keys)) or all(map(queues.__contains__, filterfalse(here, keys)))
@@ -336,7 +342,7 @@ class Engine:
     def _remove_queue(self, key: bytes) -> None:
         del self._queues[key]
         self._queue_index.discard(key)
-        self._removals += 1
+        self.removals += 1
 
     def _push(self, op: ops.Push, owner: Hashable) -> None:
         self.push(op.key, op.value)
@@ -697,7 +703,7 @@ class Engine:
         Goes on behind the key that came. At the end of the list it looks at all again, if one may have vanished since.
         """
         key = self._next_missing(waiter)
-        if key is None and waiter.removals != self._removals:
+        if key is None and waiter.removals != self.removals:
             key = self._look(waiter)
         if key is None:
             return False
@@ -712,7 +718,7 @@ class Engine:
         The others that are missing are gathered now, so that those that are here are not looked at again.
         """
         contains = self._values.__contains__
-        waiter.removals = self._removals
+        waiter.removals = self.removals
         waiter.rest = filterfalse(contains, list(filterfalse(contains, waiter.keys)))
         return self._next_missing(waiter)
 

@@ -34,7 +34,7 @@ from rallypoint.protocol.native import (
 from rallypoint.server.clock import FOLLOWED
 from rallypoint.server.commit import MAX_QUEUED_BYTES, QUEUED_BYTES, gives_back
 from rallypoint.server.greeting import Greeting, give_back
-from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices
+from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices, look_in_slices
 
 if TYPE_CHECKING:
     from rallypoint.server.commit import CommitQueue
@@ -48,6 +48,9 @@ REPLIES_BYTES = 256 * 1024
 
 MAX_LISTS = 4
 """How many long lists one connection may have under way before its next requests wait."""
+
+LARGE_BYTES = 256 * 1024
+"""From what size on keys are looked up in slices: to decode them took long enough."""
 
 _LATE = b"late"
 """What `_run` returns for an answer that is not encoded yet."""
@@ -171,6 +174,9 @@ class NativeConnection:
             return b""
         log = self._server.log
         if log is None or not (kind.changes or self._pending):
+            if len(payload) > LARGE_BYTES and isinstance(op, (ops.Wait, ops.Check)):
+                self._look(session, op, len(payload))
+                return b""
             return self._run(session, op)
         if log.crowded:
             self._wait_for_room(log, payload)
@@ -209,6 +215,23 @@ class NativeConnection:
             self._send_list(op.number, answer)
             return b""
         return encode_answer(op.number, answer)
+
+    def _look(self, session: Session, op: ops.Wait | ops.Check, size: int) -> None:
+        """Answer a request for many keys, which are mostly there, a slice at a time."""
+
+        def looked(here: bool) -> None:
+            self._parked_bytes -= size
+            self._count_lists(-1)
+            self._count()
+            carrier: object = session.link
+            if carrier is self and not self._connection.closing:
+                found = None if isinstance(op, ops.Wait) else True
+                self._connection.send(encode_answer(op.number, found) if here else self._run(session, op))
+                self._go_on()
+
+        self._parked_bytes += size
+        self._count_lists(1)
+        look_in_slices(self._engine, op.keys, looked)
 
     def _send_list(self, number: int, items: list[Any]) -> None:
         """Send a long list; what comes next is held up only by several of them, for replies have numbers."""

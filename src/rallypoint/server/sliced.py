@@ -1,4 +1,4 @@
-"""Long lists are encoded a slice at a time, with others served in between: no reply blocks the event loop."""
+"""Long lists are encoded, and looked up, a slice at a time, with others served in between."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
-__all__ = ["SLICE_ITEMS", "encode_in_slices"]
+from rallypoint.core.engine import Engine
+
+__all__ = ["SLICE_ITEMS", "encode_in_slices", "look_in_slices"]
 
 SLICE_ITEMS = 4096
 """How many items of a list are encoded at a time: about a millisecond's worth of keys."""
@@ -24,21 +26,43 @@ def encode_in_slices(
     done: Callable[[list[bytes], int], None],
 ) -> None:
     """Encode a list; then call `done` with the parts and their size. It ends early once they are over the limit."""
-    loop = asyncio.get_running_loop()
-    parts: list[bytes] = []
-    size = 0
+    asyncio.get_running_loop().call_soon(_encode, items, 0, encode, limit, [], 0, done)
 
-    def step(start: int) -> None:
-        nonlocal size
-        sizes = list(accumulate(len(item or b"") for item in items[start : start + SLICE_ITEMS]))
-        count = max(1, bisect_right(sizes, SLICE_BYTES))
-        part = encode(items[start : start + count])
-        parts.append(part)
-        size += len(part)
-        start += count
-        if start < len(items) and size <= limit:
-            loop.call_soon(step, start)
-        else:
-            done(parts, size)
 
-    loop.call_soon(step, 0)
+def look_in_slices(engine: Engine, keys: Sequence[bytes], done: Callable[[bool], None]) -> None:
+    """Look for keys; then call `done` with whether all are there at this moment, or with False if that is not known.
+
+    Where nothing was deleted meanwhile, what was there when it was looked at is there at the end.
+    """
+    asyncio.get_running_loop().call_soon(_look, engine, engine.removals, keys, 0, done)
+
+
+# One step each. A closure that schedules itself would be a cycle, and keep the whole list until a garbage collection.
+
+
+def _encode(
+    items: Sequence[Any],
+    start: int,
+    encode: Callable[[Sequence[Any]], bytes],
+    limit: int,
+    parts: list[bytes],
+    size: int,
+    done: Callable[[list[bytes], int], None],
+) -> None:
+    sizes = list(accumulate(len(item or b"") for item in items[start : start + SLICE_ITEMS]))
+    end = start + max(1, bisect_right(sizes, SLICE_BYTES))
+    parts.append(encode(items[start:end]))
+    size += len(parts[-1])
+    if end < len(items) and size <= limit:
+        asyncio.get_running_loop().call_soon(_encode, items, end, encode, limit, parts, size, done)
+    else:
+        done(parts, size)
+
+
+def _look(engine: Engine, removals: int, keys: Sequence[bytes], start: int, done: Callable[[bool], None]) -> None:
+    end = start + SLICE_ITEMS
+    here = engine.has_all(keys[start:end]) and engine.removals == removals
+    if here and end < len(keys):
+        asyncio.get_running_loop().call_soon(_look, engine, removals, keys, end, done)
+    else:
+        done(here)

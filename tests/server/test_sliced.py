@@ -1,0 +1,76 @@
+"""Long lists a slice at a time: what happens between two slices counts, and nothing is kept afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+
+import pytest
+
+from rallypoint.core import ops
+from rallypoint.core.engine import Engine
+from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices, look_in_slices
+
+KEYS = [b"/%d" % number for number in range(3 * SLICE_ITEMS)]
+
+
+def filled() -> Engine:
+    engine = Engine()
+    engine.put_all([(key, b"v") for key in KEYS])
+    return engine
+
+
+async def look(engine: Engine, between: list[ops.Op]) -> bool:
+    """Look for all keys, with these operations after the first slice."""
+    found: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+    look_in_slices(engine, KEYS, found.set_result)
+    await asyncio.sleep(0)
+    assert not found.done()
+    for op in between:
+        engine.execute(op)
+    return await found
+
+
+@pytest.mark.parametrize(
+    ("between", "here"),
+    [
+        pytest.param([], True, id="nothing"),
+        pytest.param([ops.Set(0, KEYS[0], b"w"), ops.Push(0, b"q", b"v")], True, id="writes"),
+        pytest.param([ops.Delete(0, KEYS[0])], False, id="deleted"),
+        pytest.param([ops.Delete(0, KEYS[0]), ops.Set(0, KEYS[0], b"w")], False, id="deleted-and-back"),
+        pytest.param([ops.Delete(0, KEYS[-1])], False, id="deleted-ahead"),
+        pytest.param([ops.Push(0, b"q", b"v"), ops.Pop(0, b"q")], False, id="a-queue-ended"),
+    ],
+)
+def test_keys_are_there_if_none_was_deleted_between_slices(between: list[ops.Op], here: bool) -> None:
+    assert asyncio.run(look(filled(), between)) is here
+
+
+def test_a_key_that_is_missing_is_seen_in_its_slice() -> None:
+    engine = filled()
+    engine.remove(KEYS[-1])
+    assert asyncio.run(look(engine, [])) is False
+
+
+class Items(list[bytes]):
+    """A list that can be weakly referred to."""
+
+
+@pytest.mark.parametrize("work", ["look", "encode"])
+def test_a_list_is_freed_at_once(work: str) -> None:
+    async def run() -> weakref.ref[Items]:
+        items = Items(KEYS)
+        done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        if work == "look":
+            look_in_slices(filled(), items, done.set_result)
+        else:
+            encode_in_slices(items, b"".join, 1 << 30, lambda parts, size: done.set_result(size))
+        await done
+        return weakref.ref(items)
+
+    gc.disable()
+    try:
+        assert asyncio.run(run())() is None, "it waits for the garbage collection"
+    finally:
+        gc.enable()
