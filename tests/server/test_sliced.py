@@ -7,9 +7,13 @@ import gc
 import weakref
 
 import pytest
+from tests.server.peers import Ours
+from tests.wire import AMPLE_S
 
 from rallypoint.core import ops
 from rallypoint.core.engine import Engine
+from rallypoint.server.server import StoreServer
+from rallypoint.server.settings import Settings
 from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices, look_in_slices
 
 KEYS = [b"/%d" % number for number in range(3 * SLICE_ITEMS)]
@@ -74,3 +78,45 @@ def test_a_list_is_freed_at_once(work: str) -> None:
         assert asyncio.run(run())() is None, "it waits for the garbage collection"
     finally:
         gc.enable()
+
+
+MANY = [b"/a key of some length/%d" % number for number in range(16_384)]
+"""Enough for a request whose keys are looked up in slices."""
+
+
+async def peer_of_many(missing: int) -> tuple[StoreServer, Ours]:
+    """Connect to a server that has all of the keys but one."""
+    server = StoreServer(Settings())
+    await server.open([])
+    server.state.namespaces[0].engine.put_all([(key, b"v") for key in MANY if key is not MANY[missing]])
+    peer = Ours(server)
+    await peer.greets()
+    return server, peer
+
+
+@pytest.mark.parametrize("missing", [0, -1])
+def test_a_wait_for_many_keys_ends_when_the_last_is_there(missing: int) -> None:
+    async def run() -> None:
+        server, peer = await peer_of_many(missing)
+        peer.asks(ops.Wait(1, MANY, AMPLE_S))
+        assert await peer.asked(ops.Check(2, MANY)) is False, "later requests come in their turn"
+        other = Ours(server)
+        await other.greets()
+        assert await other.asked(ops.Set(1, MANY[missing], b"v")) is None
+        assert (await peer.reads())[0] == 1
+        assert await peer.asked(ops.Check(3, MANY)) is True
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(run(), AMPLE_S))
+
+
+def test_a_wait_that_is_taken_back_while_it_is_looked_at_leaves_nothing() -> None:
+    async def run() -> None:
+        server, peer = await peer_of_many(-1)
+        peer.asks(ops.Wait(1, MANY, AMPLE_S), ops.Drop(2, 1))
+        assert (await peer.reads())[0] == 2
+        assert await peer.asked(ops.Check(3, MANY)) is False, "by now the first look is over, too"
+        assert not server.state.sessions_by_id[peer.session].waiting
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(run(), AMPLE_S))

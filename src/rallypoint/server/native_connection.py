@@ -217,20 +217,20 @@ class NativeConnection:
         return encode_answer(op.number, answer)
 
     def _look(self, session: Session, op: ops.Wait | ops.Check, size: int) -> None:
-        """Answer a request for many keys, which are mostly there, a slice at a time."""
+        """Answer a request for many keys, a slice at a time; later requests wait, for one may take this one back."""
 
         def looked(here: bool) -> None:
             self._parked_bytes -= size
-            self._count_lists(-1)
+            self._count_lists(-MAX_LISTS)
             self._count()
-            carrier: object = session.link
-            if carrier is self and not self._connection.closing:
+            if session.link is self and not session.over and not self._connection.closing:
                 found = None if isinstance(op, ops.Wait) else True
-                self._connection.send(encode_answer(op.number, found) if here else self._run(session, op))
+                reply = encode_answer(op.number, found) if here else self._run(session, op)
+                self._connection.send(reply)
                 self._go_on()
 
         self._parked_bytes += size
-        self._count_lists(1)
+        self._count_lists(MAX_LISTS)
         look_in_slices(self._engine, op.keys, looked)
 
     def _send_list(self, number: int, items: list[Any]) -> None:
