@@ -25,7 +25,7 @@ from tests.wire import AMPLE_S, wait_for_end
 from rallypoint import net
 
 PRELUDE = """
-import json, os, signal, sys
+import json, os, signal, sys, time
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 node, restarts = os.environ["RALLYPOINT_NODE"], int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 def say(*words):
@@ -34,7 +34,7 @@ def on(name, act):
     signal.signal(getattr(signal, name), lambda *_: act())
 def hang():
     while True:
-        signal.pause()
+        time.sleep(0.1)  # not pause(), which misses a signal that arrives just before it blocks
 def stay():
     "Say that we are up, and end well when USR1 comes."
     on("SIGUSR1", lambda: os._exit(0))

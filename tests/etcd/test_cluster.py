@@ -70,6 +70,7 @@ with Cluster(members=1) as cluster:
         member = Process.of(int(pid))
         assert member is not None
         child.send_signal(number)
+        child.stdin.close()  # a signal that arrives just before the read blocks does not end it
         assert child.wait(AMPLE_S) != 0
     assert member.wait(Deadline(AMPLE_S))
     until(Path(folder).exists, lambda there: not there)
