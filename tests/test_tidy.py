@@ -71,7 +71,7 @@ SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60
 LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/protocol/c10d.py": (370, "one wire protocol, both directions"),
     "src/rallypoint/core/engine.py": (
-        795,
+        805,
         "all store semantics, once: operations, waits and wake-ups change the same few tables and are read together",
     ),
     "src/rallypoint/errors.py": (
@@ -85,7 +85,7 @@ LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/store/tcp.py": (420, "the client: its pool of links, its operations, the store"),
     "src/rallypoint/store/etcd.py": (350, "the blocking store: its operations, and the sessions that they are made in"),
     "src/rallypoint/aio.py": (500, "the whole asyncio front: a session, and the store on it"),
-    "src/rallypoint/core/ops.py": (310, "every operation, once: a table to be read as one"),
+    "src/rallypoint/core/ops.py": (315, "every operation, once: a table to be read as one"),
     "src/rallypoint/core/session.py": (480, "every request of a client, and what makes a cut harmless"),
     "src/rallypoint/core/state.py": (355, "every entry of the log, and what it does to the state"),
     "src/rallypoint/core/snapshot.py": (

@@ -389,7 +389,7 @@ class History:
             (lambda: ops.Push(number, queue, b"item %d" % number), 7),
             (lambda: ops.Pop(number, queue), 2),
             (lambda: ops.Take(number, queue, time_s), 6),
-            (lambda: ops.Await(number, chance.choice((*QUEUES, key))), 4),
+            (lambda: ops.Await(number, chance.choice((*QUEUES, key)), chance.choice((0, 8))), 4),
             (lambda: ops.Draw(number, queue, chance.choice((0, *session.turns))), 3),
             (lambda: ops.Arrive(number, chance.choice(GATES), chance.randint(0, 4), time_s), 5),
             (lambda: ops.Lease(number, key, value, chance.choice((0.0, 3.0))), 4),

@@ -484,3 +484,15 @@ def test_an_owner_may_be_false_but_not_none(owner: Any) -> None:
     assert engine.statistics().leased_keys == 1
     engine.end(owner)
     assert value_of(engine, b"k") is None
+
+
+def test_a_wait_with_a_limit_is_answered_by_the_value_if_that_is_no_longer() -> None:
+    engine = Engine()
+    engine.put(b"/a", b"1234")
+    assert engine.execute(ops.Await(1, b"/a", 4), "me") == b"1234"
+    assert engine.execute(ops.Await(2, b"/a", 3), "me") is None
+    assert engine.execute(ops.Await(3, b"/a"), "me") is None
+    for number, limit in ((4, 2), (5, 1), (6, 0)):
+        engine.execute(ops.Await(number, b"/b", limit), "me")
+    engine.put(b"/b", b"12")
+    assert [(handle.number, answer) for handle, answer in engine.take()] == [(4, b"12"), (5, None), (6, None)]

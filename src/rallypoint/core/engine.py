@@ -383,12 +383,21 @@ class Engine:
             return self.pop(op.key)
         return self._wait(Waiter(Want.ITEM, (op.key,), owner, op.number), op.timeout_s)
 
-    def _await_turn(self, op: ops.Await, owner: Hashable) -> Waiter | Turn | None:
+    def _await_turn(self, op: ops.Await, owner: Hashable) -> Waiter | Turn | bytes | None:
         if op.key in self._values:
-            return None
+            return self._short(op.key, op.limit)
         if self._spare(op.key):
             return self._give_turn(op.key, owner, op.number)
-        return self._park(Waiter(Want.TURN, (op.key,), owner, op.number))
+        waiter = Waiter(Want.TURN, (op.key,), owner, op.number)
+        waiter.need = op.limit
+        return self._park(waiter)
+
+    def _short(self, key: bytes, limit: int) -> bytes | None:
+        """Return the value of a key, if that was asked for and is no longer than it may be."""
+        if not limit:
+            return None
+        value = self._values[key]
+        return value if len(value) <= limit else None
 
     def _arrive(self, op: ops.Arrive, owner: Hashable) -> Any:
         waiter = self.arrive(op.key, op.size, owner, op.number)
@@ -690,7 +699,7 @@ class Engine:
                 found = map(self._values.__getitem__, waiter.keys)
                 self._answer(waiter, list(found) if waiter.want is Want.VALUES else None)
             elif waiter.want is Want.TURN and key in self._values:
-                self._answer(waiter, None)
+                self._answer(waiter, self._short(key, waiter.need))
             elif self._spare(key):
                 if waiter.want is Want.TURN:
                     self._answer(waiter, self._give_turn(key, waiter.owner, waiter.number))

@@ -265,9 +265,11 @@ class Act(Op, tag=28):
 class Await(Op, tag=29):
     """Wait until a key exists (nil), or in line for the turn to draw an item of that queue (a `Turn`).
 
-    For PyTorch's clients, which pop in two steps. The turn ends with `Draw` or `Drop`."""
+    For PyTorch's clients, which pop in two steps. The turn ends with `Draw` or `Drop`. With a `limit`, answered by the
+    value of the key where that is no longer: a client that waits for a key mostly gets it next."""
 
     key: Key
+    limit: Annotated[int, Meta(ge=0, le=MAX_VALUE_BYTES)] = 0
 
     verb = "wait"
 

@@ -73,6 +73,20 @@ class Hello(Struct, array_like=True):
     pushes_seen: int = 0
     credentials: Annotated[bytes, Meta(max_length=4096)] = b""
     former: Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=MAX_FORMER)] = []
+    opens: bool = False
+    """Whether `session` is an id that the caller chose, which is opened unless it is there already."""
+
+    attempt: int = 0
+    """Grows with each hello of a session; a delayed one must not take the session back from a later one."""
+
+    run: Annotated[str, Meta(max_length=1024)] = ""
+    """The run whose namespace the session belongs to; empty for the namespace of everybody."""
+
+    scope: int = 0
+    """The run's round: its namespace is created by the first who names it, and replaces that of an earlier round."""
+
+    round: int | None = None
+    """The number of the round for people."""
 
 
 class Welcome(Struct, array_like=True):

@@ -1,0 +1,134 @@
+"""Many byte streams on one connection, as a relay has them: version 2 of our protocol. Pure, bounded, without I/O.
+
+A connection starts with `PREFACE`, which differs from that of one session (`protocol/native.py`) in its last byte; the
+server answers `ACCEPTED`. Then both sides send frames: a 32-bit channel, a 32-bit word with the kind of the frame in
+its highest byte and a size in the others, little-endian, and where the kind has a body, so many bytes.
+
+- DATA: the next bytes of a channel. Each channel carries what a connection of version 1 does behind its preface: the
+  frames of one session, from its hello on. The side that connects numbers channels from 1 and never uses a number
+  twice; the first DATA opens a channel.
+- CREDIT: the peer may send so many more bytes on the channel. Each direction starts with `WINDOW` bytes.
+- CLOSE: the channel has ended; the body says why, in words. Nothing follows on it in either direction but the
+  peer's own CLOSE, which may have crossed it. A session outlives its channel as it does a connection.
+
+A session that is not read from therefore stops after a window, and no other waits for it; DATA bodies are at most
+`MAX_CHUNK` bytes, so that a large answer does not hold up the small ones of others.
+
+Rejected: frames of msgpack with a channel in each. A relay would take every request apart and put it together again,
+and an answer of 8 MiB would be one frame.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from rallypoint.protocol import BadMessage, c10d
+
+__all__ = [
+    "ACCEPTED",
+    "CLOSE",
+    "CREDIT",
+    "DATA",
+    "MAX_CHUNK",
+    "PREFACE",
+    "WINDOW",
+    "ChannelFrames",
+    "Frame",
+    "close_frame",
+    "credit_frame",
+    "data_frames",
+    "data_head",
+]
+
+PREFACE = c10d.hello(0x594C4153)
+"""The first bytes of a connection with channels; no process id is that large."""
+
+ACCEPTED = b"RLY2"
+"""What our server answers to the preface; a server that knows nothing of channels answers its last four bytes."""
+
+DATA, CREDIT, CLOSE = range(3)
+"""The kinds of frames."""
+
+WINDOW = 256 * 1024
+"""How many bytes may be under way on a channel, in each direction."""
+
+MAX_CHUNK = 64 * 1024
+"""The longest body of a frame."""
+
+_HEAD = struct.Struct("<II")
+_SIZE = (1 << 24) - 1
+
+
+class Frame(NamedTuple):
+    """One frame: `size` is a credit, or the length of the body."""
+
+    channel: int
+    kind: int
+    size: int
+    body: bytes
+
+
+def data_head(channel: int, size: int) -> bytes:
+    """Return what goes in front of at most `MAX_CHUNK` bytes of a channel."""
+    return _HEAD.pack(channel, size)  # DATA is 0
+
+
+def data_frames(channel: int, data: bytes) -> bytes:
+    """Return bytes of a channel as one frame, or as several where there are more than `MAX_CHUNK`."""
+    size = len(data)
+    if size <= MAX_CHUNK:
+        return _HEAD.pack(channel, size) + data
+    starts = range(0, size, MAX_CHUNK)
+    chunks = [data[at : at + MAX_CHUNK] for at in starts]
+    return b"".join([part for chunk in chunks for part in (_HEAD.pack(channel, len(chunk)), chunk)])
+
+
+def credit_frame(channel: int, size: int) -> bytes:
+    """Let the peer send so many more bytes."""
+    return _HEAD.pack(channel, CREDIT << 24 | size)
+
+
+def close_frame(channel: int, why: str = "") -> bytes:
+    """End a channel."""
+    body = why.encode("utf-8", "replace")[:1024]
+    return _HEAD.pack(channel, CLOSE << 24 | len(body)) + body
+
+
+class ChannelFrames:
+    """Cuts a stream of bytes into frames."""
+
+    __slots__ = ("_buffer",)
+
+    def __init__(self) -> None:
+        self._buffer = b""
+
+    @property
+    def held(self) -> int:
+        """How many bytes of an unfinished frame are held."""
+        return len(self._buffer)
+
+    def feed(self, data: bytes) -> Iterator[Frame]:
+        """Take what came, and yield each frame that is whole. Raises BadMessage, and is invalid after that."""
+        if self._buffer:
+            data = self._buffer + data
+            self._buffer = b""
+        at, end = 0, len(data)
+        while end - at >= 8:
+            channel, word = _HEAD.unpack_from(data, at)
+            kind, size = word >> 24, word & _SIZE
+            start = at + 8
+            if kind == CREDIT:
+                at = start
+                yield Frame(channel, kind, size, b"")
+                continue
+            if kind > CLOSE:
+                raise BadMessage(f"unknown kind of frame: {kind}")
+            if size > MAX_CHUNK:
+                raise BadMessage(f"a frame of {size} bytes, the limit is {MAX_CHUNK}")
+            if start + size > end:
+                break
+            at = start + size
+            yield Frame(channel, kind, size, data[start:at])
+        self._buffer = data[at:]

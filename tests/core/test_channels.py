@@ -1,0 +1,51 @@
+"""Frames of a connection with channels: any cut of the stream gives the same ones, and what is too large is refused."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from rallypoint.protocol import BadMessage, channels, native
+from rallypoint.protocol.channels import ChannelFrames, Frame, close_frame, credit_frame, data_frames
+
+
+def test_every_cut_of_a_stream_gives_the_same_frames() -> None:
+    stream = data_frames(1, b"ask") + credit_frame(2, 65_536) + data_frames(7, b"") + close_frame(3, "why: ü")
+    expected = [
+        Frame(1, channels.DATA, 3, b"ask"),
+        Frame(2, channels.CREDIT, 65_536, b""),
+        Frame(7, channels.DATA, 0, b""),
+        Frame(3, channels.CLOSE, 7, "why: ü".encode()),
+    ]
+    for cut in range(len(stream) + 1):
+        frames = ChannelFrames()
+        assert [*frames.feed(stream[:cut]), *frames.feed(stream[cut:])] == expected
+        assert frames.held == 0
+    frames = ChannelFrames()
+    assert [frame for byte in stream for frame in frames.feed(bytes([byte]))] == expected
+
+
+def test_what_is_long_goes_in_chunks_between_which_others_fit() -> None:
+    data = random.Random(1).randbytes(2 * channels.MAX_CHUNK + 5)
+    chunks = list(ChannelFrames().feed(data_frames(4, data)))
+    assert [frame.size for frame in chunks] == [channels.MAX_CHUNK, channels.MAX_CHUNK, 5]
+    assert b"".join(frame.body for frame in chunks) == data
+    assert {(frame.channel, frame.kind) for frame in chunks} == {(4, channels.DATA)}
+
+
+def test_an_unknown_kind_and_a_chunk_that_is_too_long_are_refused() -> None:
+    with pytest.raises(BadMessage, match="kind of frame: 3"):
+        list(ChannelFrames().feed(b"\1\0\0\0" + (3 << 24).to_bytes(4, "little")))
+    with pytest.raises(BadMessage, match="a frame of 65537 bytes, the limit is 65536"):
+        list(ChannelFrames().feed(b"\1\0\0\0" + (channels.MAX_CHUNK + 1).to_bytes(4, "little")))
+
+
+def test_a_reason_of_any_length_fits() -> None:
+    (frame,) = ChannelFrames().feed(close_frame(1, "ü" * 5000))
+    assert frame.size <= 1024
+
+
+def test_the_prefaces_and_their_answers_are_told_apart() -> None:
+    assert len(channels.PREFACE) == len(native.PREFACE) and channels.PREFACE[:-4] == native.PREFACE[:-4]
+    assert len({channels.PREFACE[-4:], native.PREFACE[-4:], channels.ACCEPTED, native.ACCEPTED}) == 4
