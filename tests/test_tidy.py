@@ -94,7 +94,7 @@ LARGE: dict[str, tuple[int, str]] = {
     ),
     "src/rallypoint/server/server.py": (370, "the state, its log and its connections: what each brings to the others"),
     "src/rallypoint/server/native_connection.py": (375, "one protocol's end: requests, replies, the way to the log"),
-    "src/rallypoint/server/c10d_connection.py": (355, "one protocol's end: requests, replies, the way to the log"),
+    "src/rallypoint/server/c10d_connection.py": (365, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/store/wire.py": (
         765,
         "who sends, who reads and who brings the session back share one set of locks: read as one",

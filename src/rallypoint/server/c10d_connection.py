@@ -12,10 +12,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
-from rallypoint.core import entries, ops
+from rallypoint.core import ops
 from rallypoint.core.engine import EXECUTE
+from rallypoint.core.entries import Detach, Visit
+from rallypoint.core.entries import encode as encode_entry
 from rallypoint.core.records import LATER, Waiter, weigh
 from rallypoint.core.state import Namespace
 from rallypoint.core.visitor import Visitor
@@ -39,7 +41,8 @@ _HOLDING = frozenset((ops.Await, ops.Arrive))
 _ITS_OWN = _HOLDING | {ops.Drop}
 """Operations that concern what this client holds, and are its visitor's to carry out."""
 
-_QUICK: dict[type, tuple[Callable[..., Any], Callable[..., bytes]]] = {
+_Quick = tuple[Callable[..., Any], Callable[..., bytes]]
+_QUICK: dict[type, _Quick] = {
     kind: (EXECUTE[kind], ENCODE_ANSWER[kind])
     for kind in (ops.Set, ops.Peek, ops.Add, ops.Check, ops.CompareSet, ops.Append, ops.Delete, ops.Push, ops.Ping)
 }
@@ -56,7 +59,7 @@ class C10dConnection:
     """One PyTorch client's connection."""
 
     __slots__ = (
-        "_awaits", "_connection", "_decoder", "_deferred", "_engine", "_halted", "_limit", "_listing", "_logged",
+        "_awaits", "_connection", "_decoder", "_deferred", "_engine", "_halted", "_limit", "_listing", "_log",
         "_namespace", "_numbers", "_parked", "_parked_bytes", "_pending", "_queued", "_replies", "_rest", "_server",
         "held", "visitor"
     )  # fmt: skip
@@ -81,7 +84,7 @@ class C10dConnection:
         self._awaits = 0
         self._numbers = 0
         self._queued = 0
-        self._logged = server.log is not None
+        self._log = server.log
         self.held = 0
         """How many bytes of requests are held that could not be carried out yet."""
 
@@ -105,19 +108,17 @@ class C10dConnection:
         if self.held or self._parked or self._halted or not data:
             return self._receive_behind(data)
         op, stop = self._decoder.read(data, 0)
-        visitor, engine = self.visitor, self._engine
-        if stop < len(data) or visitor.waiter is not None or visitor.turn is not None or self._logged:
+        visitor, log = self.visitor, self._log
+        if op is None or stop < len(data) or visitor.waiter is not None or visitor.turn is not None:
             return self._receive(data, op, stop, [])
         quick = _QUICK.get(op.__class__)
         if quick is not None:  # what `_request` comes to, in short
-            try:
-                answer = quick[0](engine, op, visitor)
-            except StoreError as error:
-                raise BadMessage(str(error)) from error
-            if engine.outbox:
-                self._server.settle(engine)
-            return quick[1](op, answer, self._limit)
-        if op.__class__ is ops.Await and engine.holds(op.key):
+            if log is None or not (op.changes or self._pending):
+                return self._run_quick(quick, op)
+            if op.changes and not log.crowded:
+                self._submit(log, op, stop, True)
+                return b""
+        elif isinstance(op, ops.Await) and not self._pending and self._engine.holds(op.key):
             return WAITED
         return self._receive(data, op, stop, [])
 
@@ -166,7 +167,7 @@ class C10dConnection:
         visitor.link = None
         self._forget_read()
         if visitor.holds or self._pending:
-            self._server.submit(entries.Detach(visitor.serial))
+            self._server.submit(Detach(visitor.serial))
 
     def _forget_read(self) -> None:
         """Drop a wait that is no part of the state."""
@@ -198,12 +199,24 @@ class C10dConnection:
                 else:
                     self._submit(log, op, size, changes)
                 return b""
-        if isinstance(op, ops.Await) and visitor.waiter is None and visitor.turn is None and self._engine.holds(op.key):
-            return WAITED
         return self._run(op)
+
+    def _run_quick(self, quick: _Quick, op: ops.Op) -> bytes:
+        """Carry out a request that never waits, of a client that neither waits nor has a turn; return the reply."""
+        engine = self._engine
+        try:
+            answer = quick[0](engine, op, self.visitor)
+        except StoreError as error:
+            raise BadMessage(str(error)) from error
+        if engine.outbox:
+            self._server.settle(engine)
+        return quick[1](op, answer, self._limit)
 
     def _run(self, op: ops.Op) -> bytes:
         """Carry out a request; return the reply, or nothing where that comes later."""
+        quick, visitor = _QUICK.get(op.__class__), self.visitor
+        if quick is not None and visitor.waiter is None and visitor.turn is None:
+            return self._run_quick(quick, op)
         answer = self._execute(op)
         return b"" if answer is LATER else self._encode(op, answer)
 
@@ -270,16 +283,16 @@ class C10dConnection:
 
     def _submit(self, log: CommitQueue, op: ops.Op, size: int, changes: bool) -> None:
         """Have a request run once it is in the log, or once what came before it is."""
-        kind, visitor = op.__class__, self.visitor
-        awaits = kind in _HOLDING
+        visitor = self.visitor
+        visit: Any = op
+        record = None
+        if op.__class__ in _HOLDING:
+            self._awaits += 1
         # What waits in line may have its turn by then, which any request ends.
-        if changes or awaits or self._awaits or visitor.holds:
-            record = entries.encode(entries.Visit(visitor.serial, visitor.namespace, cast(Any, op)))
-        else:
-            record = None
+        if changes or self._awaits or visitor.holds:
+            record = encode_entry(Visit(visitor.serial, visitor.namespace, visit))
         size += QUEUED_BYTES
         self._pending += 1
-        self._awaits += awaits
         self._queued += size
         log.submit(record, self, op, size)
         if self._queued > MAX_QUEUED_BYTES:
@@ -343,7 +356,8 @@ class C10dConnection:
 
     def _dequeue(self, op: ops.Op, size: int) -> None:
         self._pending -= 1
-        self._awaits -= op.__class__ in _HOLDING
+        if self._awaits:
+            self._awaits -= op.__class__ in _HOLDING
         self._queued -= size
         if self._queued <= MAX_QUEUED_BYTES // 2 and not self._halted:
             self._connection.read_on()

@@ -27,6 +27,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 from typing import Any, Protocol
 
 from rallypoint.core import barrier, ops
@@ -121,7 +122,8 @@ class CommitQueue:
         """Have work carried out by `submitter.committed` once its record, and everything before it, is durable."""
         self._waiting.append((record, submitter, work, size))
         self.bytes += size if record is None else size + len(record)
-        self._schedule()
+        if not self._scheduled:
+            self._schedule()
 
     def wait_for_room(self, resume: Callable[[], None]) -> None:
         """Have `resume` called once the queue is not crowded any more; the first who waits is the first to go on."""
@@ -157,17 +159,17 @@ class CommitQueue:
 
     def _begin(self) -> list[Item]:
         """Begin to commit what waits, as much as one commit may have; where that is reads alone, return them."""
-        items: list[Item] = []
-        records: list[bytes] = []
-        size, waiting = 0, self._waiting
-        while waiting and len(items) < MAX_ITEMS:
-            record = waiting[0][0]
-            if record is not None:
-                size += len(record)
-                if records and size > MAX_BYTES:
-                    break
-                records.append(record)
-            items.append(waiting.popleft())
+        waiting = self._waiting
+        items = list(islice(waiting, MAX_ITEMS))
+        records = [item[0] for item in items if item[0] is not None]
+        if len(records) > 1 and sum(map(len, records)) > MAX_BYTES:
+            items = _first_bytes(items)
+            records = [item[0] for item in items if item[0] is not None]
+        if len(items) == len(waiting):
+            waiting.clear()
+        else:
+            for _ in items:
+                waiting.popleft()
         if not records:
             return items
         self._committing = items
@@ -255,3 +257,13 @@ class CommitQueue:
             if time.monotonic() - self._full_at >= CALM_S:
                 self._told_full = False
                 _log.warning("the disk has room again")
+
+
+def _first_bytes(items: list[Item]) -> list[Item]:
+    """Return the first items, as many as one commit may have of bytes, and one with a record at least."""
+    size = 0
+    for count, (record, *_) in enumerate(items):
+        before, size = size, size + len(record or b"")
+        if before and size > MAX_BYTES:
+            return items[:count]
+    return items
