@@ -46,6 +46,7 @@ LAYERS = (
     ("etcd",),
     ("store",),
     ("server", "recipes", "aio"),
+    ("relay",),
     ("elastic",),
     ("compat", "torch"),
     ("torchrun",),

@@ -32,7 +32,7 @@ from rallypoint.errors import (
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import GARBLED, VERSION, Frames, Hello, Welcome, frame, unpack_length
 
-__all__ = ["Client", "Reply", "error_of"]
+__all__ = ["Client", "Reply", "Round", "error_of"]
 
 MAX_FRAME_BYTES = 1 << 30
 """The longest frame that a client takes from a server, which it trusts more than the server trusts it."""
@@ -93,23 +93,44 @@ class _Timed(NamedTuple):
         return again
 
 
+class Round(NamedTuple):
+    """The namespace of a run's round, as a hello names it; of no run, it is the namespace of everybody."""
+
+    run: str = ""
+    scope: int = 0
+    number: int | None = None
+
+
 class Client:
     """The client's end of one session, over as many connections as it takes.
 
     With `server`, only one of that identity is taken for the store. `former` are sessions that this process has lost:
-    what they hold in shared objects is still its own.
+    what they hold in shared objects is still its own. With `session`, an id of 16 random bytes that the caller chose,
+    the session is opened under it however often its welcome is lost, and a late hello cannot take it back.
     """
 
-    def __init__(self, name: str, server: bytes = b"", former: Sequence[bytes] = ()) -> None:
+    def __init__(
+        self,
+        name: str,
+        server: bytes = b"",
+        former: Sequence[bytes] = (),
+        *,
+        session: bytes = b"",
+        namespace: Round = Round(),  # noqa: B008 - it is never changed
+    ) -> None:
         self._name = name
         self._former = list(former)
+        self._opens = bool(session)  # and was not welcomed yet
+        self._counts_attempts = bool(session)
+        self._attempt = 0
+        self._namespace = namespace
         self.server = server
         """The identity of the server, which several gateways of one store share."""
 
         self.hosts_objects = True
         """Whether shared objects live in the server."""
 
-        self.session = b""
+        self.session = session
         """The id of the session, which is a secret; empty before there is one."""
 
         self.recovers = False
@@ -129,7 +150,9 @@ class Client:
     def greet(self) -> bytes:
         """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
         self._frames = Frames(MAX_FRAME_BYTES)
-        return frame(Hello(VERSION, self._name, self.session, self._pushes_seen, former=self._former))
+        self._attempt += self._counts_attempts
+        who = (self._name, self.session, self._pushes_seen, b"", self._former)
+        return frame(Hello(VERSION, *who, self._opens, self._attempt, *self._namespace))
 
     def welcome(self, reply: Reply, peer: str) -> float:
         """Read the answer to the greeting; raise why there is no session.
@@ -139,7 +162,7 @@ class Client:
         try:
             if reply.status != Status.OK:
                 identity, why = reply.result
-                if not self.session:
+                if not self.session or self._opens:
                     raise BadMessage(f"refused: {why}")
                 raise (SessionLost if identity == self.server else ServerRestarted)(peer=peer, why=why)
             welcome = msgspec.convert(reply.result, Welcome)
@@ -147,7 +170,7 @@ class Client:
             raise BadMessage(f"the server's welcome makes no sense: {error}") from None
         if self.server not in (b"", welcome.server):
             raise ServerRestarted(peer=peer, why="its identity is another, and so is what it stores")
-        self.server, self.session = welcome.server, welcome.session
+        self.server, self.session, self._opens = welcome.server, welcome.session, False
         self.hosts_objects, self.recovers = welcome.hosts_objects, welcome.recovery_s > 0
         if not welcome.kept_watches:
             self._watch_again()
