@@ -41,6 +41,7 @@ LAYERS = (
     ("storage",),
     ("liveness",),
     ("net",),
+    ("unix_socket",),
     ("supervisor",),
     ("spawn",),
     ("etcd",),

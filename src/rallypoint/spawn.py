@@ -1,13 +1,13 @@
-"""`Server`: a server as a child process, for a program that wants one of its own.
+"""`Server`: a server as a child process, for a program that wants one of its own; and what a `Relay` shares with it.
 
 The parent binds the sockets and hands them over, so a taken port is the parent's error, the port is known at once, and
 nobody races for a number. The child runs in a session of its own (a Ctrl-C in the terminal does not reach it) and ends
 when the parent does, however that ends. It is started by name, so that stores may start one and servers need no store.
 
-With a data directory the server survives its own death: a thread here waits for the child, and starts another on the
-same sockets (`supervisor.py`, which says why the sockets stay open). Where the server is to outlive this process, the
-child is a process that does the same (`server/supervised.py`), and the server is its child: if that is killed, the
-server ends with it, and whoever needs one starts it again.
+A supervised child (a relay, or a server with a data directory) is followed by another when it dies: a thread here waits
+for it, and starts the next on the same sockets (`supervisor.py`, which says why the sockets stay open). Where a server
+with a data directory is to outlive this process, the child is a process that does the same (`server/supervised.py`),
+and the server is its child: if that is killed, the server ends with it, and whoever needs one starts it again.
 
 Rejected: a thread in this process; a rank busy in Python would stall everyone.
 """
@@ -23,15 +23,15 @@ import sys
 import threading
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from rallypoint import net
+from rallypoint import net, unix_socket
 from rallypoint.core.limits import LEAST_BYTES, MAX_GRACE_S
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ServerFailed
-from rallypoint.supervisor import Supervisor, await_ready, stop
+from rallypoint.supervisor import Starter, Supervisor, await_ready, stop
 
-__all__ = ["Server", "start"]
+__all__ = ["ChildServer", "Server", "start"]
 
 STATISTICS_S = 30.0
 """How long a server may take to say what it holds."""
@@ -39,69 +39,52 @@ STATISTICS_S = 30.0
 _left_alone: list[subprocess.Popen[bytes]] = []
 """Children that outlive us: kept, for one that is forgotten while it runs makes Python complain."""
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.server.{} import main; main()"
-_SERVER, _SUPERVISOR = "process", "supervised"
+_Self = TypeVar("_Self", bound="ChildServer")
+
+_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.{} import main; main()"
+_SERVER, _SUPERVISOR = "server.process", "server.supervised"
 
 
-class Server:
-    """A store server in a child process that lives until `close`, or until this process ends.
+class ChildServer:
+    """A child process that serves on sockets which it was handed, until `close` or the end of this process.
 
-    With `engine`, the URL of a store in etcd, it is a gateway to that: any number of them are one store.
-    `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `max_memory` bounds all that
-    clients may make it hold (default 4 GiB), `max_connection_memory` the largest request and answer (256 MiB), both in
-    bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager. With
-    `outlive` it does not end with this process, but when nobody has been connected for so long.
-
-    With `data_dir` it keeps all that is stored in that directory, and is started again when it dies, until it is closed
-    or a signal has told it to end: clients go on where they were. `recovery` is how long their sessions may outlive its
-    absence (60 s). With `outlive` as well, `pid` is that of the process which does so.
-    Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
+    `what` is the module to run. One that is `supervised` is followed by another when it dies, until it is closed or was
+    told to end; one that is `left_alone` does not end with this process. The sockets are closed here, in the end.
+    Raises ServerFailed where the child does not come up.
     """
 
     def __init__(
         self,
-        host: str | Sequence[str] = "127.0.0.1",
-        port: int = 0,
+        what: str,
+        settings: dict[str, Any],
+        sockets: Sequence[socket.socket],
+        deadline: Deadline,
         *,
-        fd: int | None = None,
-        engine: str | None = None,
-        max_memory: int | None = None,
-        max_connection_memory: int | None = None,
-        grace: Timeout | None = None,
-        data_dir: str | os.PathLike[str] | None = None,
-        recovery: Timeout | None = None,
-        outlive: Timeout | None = None,
-        start_timeout: Timeout = 30.0,
+        supervised: bool = False,
+        left_alone: bool = False,
     ) -> None:
-        deadline = Deadline(start_timeout)
-        limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
-        durable = _durable(data_dir, recovery, engine)
-        life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": _finite(outlive, "outlive")}
-        sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
-        settings = {"fds": [sock.fileno() for sock in sockets], "engine": engine, **life, **limits, **durable}
+        settings = {**settings, "fds": [sock.fileno() for sock in sockets]}
         self._supervisor: Supervisor | None = None
         try:
-            self.port: int = sockets[0].getsockname()[1]
-            what = _SUPERVISOR if durable and outlive is not None else _SERVER
-            self._first, ready = start(settings, quiet=outlive is not None, what=what)
+            self.port: int = 0 if sockets[0].family == socket.AF_UNIX else sockets[0].getsockname()[1]
+            self._first, ready = start(settings, quiet=left_alone, what=what)
             self._stop = functools.partial(_stop, self._first, os.getpid())
-            if outlive is None:
-                weakref.finalize(self, self._stop)
-            else:
+            if left_alone:
                 _left_alone.append(self._first)
-            hint = "" if outlive is not None else "; it says more on this process's standard error"
+            else:
+                weakref.finalize(self, self._stop)
+            hint = "" if left_alone else "; it says more on this process's standard error"
             self.url, why = await_ready(self._first, ready, deadline, hint)
             if not self.url:
                 raise ServerFailed(pid=self._first.pid, why=why)
-            if durable and outlive is None:
-                self._supervise(settings, sockets)
+            if supervised:
+                self._supervise(functools.partial(start, settings, quiet=False, what=what), sockets)
         finally:
             for sock in sockets if self._supervisor is None else ():
                 sock.close()
 
-    def _supervise(self, settings: dict[str, Any], sockets: Sequence[socket.socket]) -> None:
+    def _supervise(self, again: Starter, sockets: Sequence[socket.socket]) -> None:
         """Have a child that dies followed by another, from now on."""
-        again = functools.partial(start, settings, quiet=False)
         self._supervisor = Supervisor(self._first, again, sockets)
         self._stop = functools.partial(_close, self._supervisor, os.getpid())
         weakref.finalize(self, self._stop)
@@ -142,8 +125,14 @@ class Server:
         """Return what the server holds now: counts, and who is connected, has a session, and waits for what."""
         from http.client import HTTPConnection
 
-        host, port = net.parse_endpoint(self.url.partition("//")[2], self.port)
-        connection = HTTPConnection(host, port, timeout=STATISTICS_S)
+        if self.url.startswith(unix_socket.SCHEME):
+            connection = HTTPConnection("localhost")
+            path = self.url.removeprefix(unix_socket.SCHEME)
+            connection.sock = unix_socket.connect(path, Deadline(STATISTICS_S))
+            connection.sock.settimeout(STATISTICS_S)
+        else:
+            host, port = net.parse_endpoint(self.url.partition("//")[2], self.port)
+            connection = HTTPConnection(host, port, timeout=STATISTICS_S)
         try:
             connection.request("GET", "/statistics")
             facts: dict[str, Any] = json.load(connection.getresponse())
@@ -155,14 +144,59 @@ class Server:
         """End the server and free its port; harmless when it is closed already."""
         self._stop()
 
-    def __enter__(self) -> Server:
+    def __enter__(self: _Self) -> _Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
     def __repr__(self) -> str:
-        return f"<Server {self.url} pid {self.pid}{'' if self.running() else ' ended'}>"
+        return f"<{type(self).__name__} {self.url} pid {self.pid}{'' if self.running() else ' ended'}>"
+
+
+class Server(ChildServer):
+    """A store server in a child process that lives until `close`, or until this process ends.
+
+    With `engine`, the URL of a store in etcd, it is a gateway to that: any number of them are one store.
+    `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `max_memory` bounds all that
+    clients may make it hold (default 4 GiB), `max_connection_memory` the largest request and answer (256 MiB), both in
+    bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager. With
+    `outlive` it does not end with this process, but when nobody has been connected for so long.
+
+    With `data_dir` it keeps all that is stored in that directory, and is started again when it dies, until it is closed
+    or a signal has told it to end: clients go on where they were. `recovery` is how long their sessions may outlive its
+    absence (60 s). With `outlive` as well, `pid` is that of the process which does so.
+    Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
+    """
+
+    def __init__(
+        self,
+        host: str | Sequence[str] = "127.0.0.1",
+        port: int = 0,
+        *,
+        fd: int | None = None,
+        engine: str | None = None,
+        max_memory: int | None = None,
+        max_connection_memory: int | None = None,
+        grace: Timeout | None = None,
+        data_dir: str | os.PathLike[str] | None = None,
+        recovery: Timeout | None = None,
+        outlive: Timeout | None = None,
+        start_timeout: Timeout = 30.0,
+    ) -> None:
+        deadline = Deadline(start_timeout)
+        limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
+        durable = _durable(data_dir, recovery, engine)
+        life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": _finite(outlive, "outlive")}
+        sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
+        super().__init__(
+            _SUPERVISOR if durable and outlive is not None else _SERVER,
+            {"engine": engine, **life, **limits, **durable},
+            sockets,
+            deadline,
+            supervised=bool(durable) and outlive is None,
+            left_alone=outlive is not None,
+        )
 
 
 def _limits(grace: Timeout | None, **sizes: int | None) -> dict[str, Any]:

@@ -103,7 +103,8 @@ class Supervisor:
 
         self._start = start
         self._sockets = sockets
-        self._address = net.Endpoint(*sockets[0].getsockname()[:2])
+        address = sockets[0].getsockname()
+        self._address = address if isinstance(address, str) else str(net.Endpoint(*address[:2]))
         self._lock = threading.Lock()
         self._closing = threading.Event()
         self._over = threading.Event()

@@ -24,7 +24,7 @@ from rallypoint.elastic import home, meeting
 from rallypoint.elastic.bell import Bell
 from rallypoint.elastic.events import Events
 from rallypoint.elastic.job import Command, Job
-from rallypoint.server.process import _published
+from rallypoint.server.running import published
 from rallypoint.server.settings import Settings
 from rallypoint.store import master
 
@@ -320,5 +320,5 @@ def test_the_server_of_a_node_that_is_alone_is_told_of_it(
 def test_a_server_does_not_mind_that_whoever_started_it_was_killed() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    with _published(Settings(ready_fd=writer), "tcp://localhost:1"), pytest.raises(OSError, match="Bad file"):
+    with published(Settings(ready_fd=writer), "tcp://localhost:1"), pytest.raises(OSError, match="Bad file"):
         os.fstat(writer)

@@ -18,7 +18,7 @@ from rallypoint import aio
 from rallypoint.protocol.native import PREFACE
 from rallypoint.server.base import LISTED
 from rallypoint.server.http import ON_THE_PAGE, _page
-from rallypoint.server.process import FILES_KEPT
+from rallypoint.server.running import FILES_KEPT
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
