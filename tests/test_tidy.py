@@ -88,14 +88,14 @@ LARGE: dict[str, tuple[int, str]] = {
     "src/rallypoint/store/etcd.py": (350, "the blocking store: its operations, and the sessions that they are made in"),
     "src/rallypoint/aio.py": (500, "the whole asyncio front: a session, and the store on it"),
     "src/rallypoint/core/ops.py": (315, "every operation, once: a table to be read as one"),
-    "src/rallypoint/core/session.py": (480, "every request of a client, and what makes a cut harmless"),
+    "src/rallypoint/core/session.py": (485, "every request of a client, and what makes a cut harmless"),
     "src/rallypoint/core/state.py": (355, "every entry of the log, and what it does to the state"),
     "src/rallypoint/core/snapshot.py": (
         430,
         "writing and reading, side by side: each section must match its counterpart",
     ),
-    "src/rallypoint/server/server.py": (370, "the state, its log and its connections: what each brings to the others"),
-    "src/rallypoint/server/native_connection.py": (375, "one protocol's end: requests, replies, the way to the log"),
+    "src/rallypoint/server/server.py": (385, "the state, its log and its connections: what each brings to the others"),
+    "src/rallypoint/server/native_connection.py": (395, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/server/c10d_connection.py": (365, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/store/wire.py": (
         765,

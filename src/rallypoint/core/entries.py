@@ -71,7 +71,7 @@ class Start(Entry, tag=2):
 
 
 class Open(Entry, tag=3):
-    """A client without a session connects."""
+    """A client without a session connects; where it chose the id and the session is there, it comes back to it."""
 
     id: bytes
     name: str

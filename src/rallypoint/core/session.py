@@ -89,6 +89,7 @@ class Session:
         "_kept_bytes",
         "_objects",
         "attached",
+        "attempt",
         "former",
         "highest",
         "id",
@@ -140,6 +141,9 @@ class Session:
         self.over = False
         self.link: Any = None
         """The host's connection that carries the session now, or None."""
+
+        self.attempt = 0
+        """The number of the hello by which it came; the host's own, as `link` is."""
 
         self.late = False
         """Whether this client may be overdue: looked into whenever more is kept for it."""

@@ -80,7 +80,7 @@ class Namespace:
         """The round's number, as agents tell it to people; None where nobody said."""
 
         self.port = port
-        """The port that it is reached at by clients that cannot name it."""
+        """The port that it is reached at by clients that cannot name it; 0 where all can."""
 
         self.engine = Engine(SLICE_KEYS)
         self.objects = Objects(self.engine)
@@ -226,6 +226,8 @@ class State:
         namespace = self.namespaces.get(entry.namespace)
         if namespace is None:
             return "the round that it belongs to is over"
+        if entry.id in self.sessions_by_id:  # its client chose the id, and has not heard that it is open
+            return self._attach(Attach(entry.id, entry.namespace, 0))
         if len(self.sessions) >= self.limits.max_sessions:
             return f"too many sessions: {len(self.sessions)} is the limit (serve --max-sessions)"
         self.opened += 1
@@ -301,8 +303,11 @@ class State:
     def _open_namespace(self, entry: OpenNamespace) -> Namespace | None:
         """Return the namespace of a round, or None where a later round of that run has begun."""
         found = self.namespace_of(entry.name)
-        if found is not None and found.scope >= entry.scope:
-            return found if found.scope == entry.scope else None
+        if found is not None and found.scope == entry.scope:
+            found.port = found.port or entry.port
+            return found
+        if found is not None and found.scope > entry.scope:
+            return None
         if found is not None:
             self._close_namespace(CloseNamespace(found.id))
         self.last_namespace += 1

@@ -18,7 +18,7 @@ from itertools import islice
 from typing import Any
 
 from rallypoint.core.records import show
-from rallypoint.server.connection import Connection, ProtocolHandler
+from rallypoint.server.connection import Carrier, Connection, ProtocolHandler
 from rallypoint.server.settings import Settings
 from rallypoint.text import printable
 
@@ -138,6 +138,10 @@ class ServerBase:
         """Return the server's end of our own protocol."""
         raise NotImplementedError
 
+    def multiplexed_handler(self, connection: Connection) -> ProtocolHandler | None:
+        """Return the server's end of a connection with channels; None: it is answered as PyTorch's ping."""
+        return None
+
     def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
         """Open the port of a run's round; call `done` with it, or with why there is none."""
         raise NotImplementedError
@@ -212,7 +216,7 @@ class ServerBase:
                     "the server's memory limit is reached, and this one has held some the longest"
                 )
 
-    def complain(self, connection: Connection, why: str) -> None:
+    def complain(self, connection: Carrier, why: str) -> None:
         """Log what a peer did wrong, once per peer address, then count."""
         peer = connection.who()
         host = peer.rpartition(":")[0]

@@ -1,7 +1,7 @@
 """One accepted connection: find out who calls, then carry bytes between the socket and that protocol's core.
 
-The first bytes decide: our preface, or any other greeting in PyTorch's protocol, which both begin with 0; a capital
-letter is an HTTP method. Anything else is dropped, and so is who does not finish its greeting in time. Whoever reads
+The first bytes decide: one of our prefaces, or any other greeting in PyTorch's protocol, which all begin with 0; a
+capital letter is an HTTP method. Anything else is dropped, and so is a peer that does not greet in time. Whoever reads
 slower than it asks is not read from until it has caught up, so what is held for it stays bounded; the server adds up
 what all hold. One that reads nothing at all is cut by the kernel, and one whose host is gone by us (`liveness.py`).
 """
@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from rallypoint import net
 from rallypoint.core.records import show
 from rallypoint.liveness import PeerWatch
-from rallypoint.protocol import BadMessage
+from rallypoint.protocol import BadMessage, channels
 from rallypoint.protocol.native import ACCEPTED, PREFACE, SharedReply
 
 if TYPE_CHECKING:
     from rallypoint.server.base import ServerBase
 
-__all__ = ["Connection", "ProtocolHandler"]
-
+__all__ = ["COUNTED_BYTES", "Carrier", "Connection", "ProtocolHandler"]
 
 COUNTED_BYTES = 4096
 """What is held for one connection counts from here on: counting a small request costs as much as carrying it out."""
@@ -29,6 +28,7 @@ COUNTED_BYTES = 4096
 _SPEAKS = {
     "NoneType": "nothing yet",
     "NativeConnection": "rallypoint",
+    "MultiplexedConnection": "rallypoint channels",
     "GatewayCaller": "rallypoint",
     "C10dConnection": "torch",
     "GatewayConversation": "torch",
@@ -55,6 +55,45 @@ class ProtocolHandler(Protocol):
 
     def end(self) -> None:
         """Forget the connection."""
+
+
+class Carrier(Protocol):
+    """What carries one session's bytes: a connection, or a channel of one that many sessions share."""
+
+    @property
+    def paused(self) -> bool:
+        """Whether the peer has to read before more is written for it."""
+
+    @property
+    def closing(self) -> bool:
+        """Whether what is sent now reaches nobody."""
+
+    def send(self, data: bytes | SharedReply) -> None:
+        """Send an answer that became ready later."""
+
+    def send_parts(self, parts: list[bytes]) -> None:
+        """Send a long answer."""
+
+    def stall(self) -> None:
+        """Read no more until `read_on`."""
+
+    def read_on(self) -> None:
+        """Read again after `stall`, and go on with what waits."""
+
+    def go_on(self) -> None:
+        """Carry out what waits, if the peer reads."""
+
+    def recount(self) -> None:
+        """Count again what is held for the peer."""
+
+    def drop(self, why: str) -> None:
+        """Close it because of what the peer did, and say so in the log."""
+
+    def close(self) -> None:
+        """Close it once what was written is sent."""
+
+    def who(self) -> str:
+        """Return the peer's address."""
 
 
 class Connection(asyncio.Protocol):
@@ -146,7 +185,6 @@ class Connection(asyncio.Protocol):
 
     @property
     def closing(self) -> bool:
-        """Whether what is sent now reaches nobody."""
         return self._transport.is_closing()
 
     def stall(self) -> None:
@@ -169,8 +207,11 @@ class Connection(asyncio.Protocol):
 
     def recount(self) -> None:
         """Count again what is held for the peer, where that changes without anything having come from it."""
-        if (self._held or self.paused) and self.handler is not None and not self._transport.is_closing():
-            self._hold(self.handler.held + self._unsent())
+        handler = self.handler
+        if handler is None or self._transport.is_closing():
+            return
+        if self._held or self.paused or handler.held > COUNTED_BYTES:
+            self._hold(handler.held + self._unsent())
 
     def drop(self, why: str) -> None:
         """Close the connection because of what the peer did, and say so in the log."""
@@ -183,7 +224,6 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def who(self) -> str:
-        """Return the peer's address."""
         address = self._transport.get_extra_info("peername")
         return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
 
@@ -195,7 +235,8 @@ class Connection(asyncio.Protocol):
         """Return who this is, which protocol it speaks, and what it waits for."""
         speaks = _SPEAKS.get(type(self.handler).__name__, "http")
         waits_for: tuple[bytes, ...] = getattr(self.handler, "waits_for", ())
-        return {"peer": self.who(), "speaks": speaks, "waits_for": [show(key) for key in waits_for[:100]]}
+        facts = {"peer": self.who(), "speaks": speaks, "waits_for": [show(key) for key in waits_for[:100]]}
+        return {**facts, **getattr(self.handler, "more_facts", {})}
 
     # Inside
 
@@ -206,7 +247,11 @@ class Connection(asyncio.Protocol):
             self._transport.write(ACCEPTED)
             self.handler = server.native_handler(self)
             data = data[len(PREFACE) :]
-        elif PREFACE.startswith(data):  # may become ours, or PyTorch's, which begins alike
+        elif data.startswith(channels.PREFACE) and (handler := server.multiplexed_handler(self)) is not None:
+            self._transport.write(channels.ACCEPTED)
+            self.handler = handler
+            data = data[len(channels.PREFACE) :]
+        elif PREFACE.startswith(data) or channels.PREFACE.startswith(data):  # may become ours, or PyTorch's
             self._early = data
             return b""
         elif data[0] == 0:

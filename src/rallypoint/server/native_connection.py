@@ -38,7 +38,7 @@ from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices, look_in_slic
 
 if TYPE_CHECKING:
     from rallypoint.server.commit import CommitQueue
-    from rallypoint.server.connection import Connection
+    from rallypoint.server.connection import Carrier
     from rallypoint.server.server import StoreServer
 
 __all__ = ["REPLIES_BYTES", "NativeConnection"]
@@ -57,14 +57,14 @@ _LATE = b"late"
 
 
 class NativeConnection:
-    """One native client's connection, behind the preface."""
+    """One native client's connection, behind the preface, or its channel of a connection that many share."""
 
     __slots__ = (
         "_backlog", "_connection", "_crowded", "_engine", "_frames", "_greeting", "_halted", "_lists", "_namespace",
         "_parked", "_parked_bytes", "_pending", "_queued", "_resending", "_resent", "_server", "held", "session"
     )  # fmt: skip
 
-    def __init__(self, server: StoreServer, connection: Connection, namespace: Namespace) -> None:
+    def __init__(self, server: StoreServer, connection: Carrier, namespace: Namespace) -> None:
         self.session: Session | None = None
         self._server = server
         self._connection = connection
@@ -173,10 +173,12 @@ class NativeConnection:
             self._server.clock.beat(session)
             return b""
         log = self._server.log
-        if log is None or not (kind.changes or self._pending):
+        if log is None or not (self._pending or (kind.changes and not self._is_read(session, op))):
             if len(payload) > LARGE_BYTES and isinstance(op, (ops.Wait, ops.Check)):
                 self._look(session, op, len(payload))
                 return b""
+            if log is not None and kind.changes:
+                return encode_answer(op.number, self._engine.execute(op, session))
             return self._run(session, op)
         if log.crowded:
             self._wait_for_room(log, payload)
@@ -196,8 +198,15 @@ class NativeConnection:
         if op.number <= 0:
             raise BadMessage(f"{op.__class__.__name__} has number {op.number}, and requests count from 1")
         refusals = self._server.refusals.get(session.serial, ())
-        if op.changes and not session.knows(op.number) and op.number not in refusals:
+        was_read = isinstance(op, ops.Await)  # it may have been; and to wait again does no harm
+        if op.changes and not (was_read or session.knows(op.number) or op.number in refusals):
             raise BadMessage(f"request {op.number} came again after it was confirmed")
+
+    def _is_read(self, session: Session, op: ops.Op) -> bool:
+        """Return whether a wait needs no entry: its key is there, and the log knows nothing of it from before a cut."""
+        if not isinstance(op, ops.Await) or not self._engine.holds(op.key):
+            return False
+        return op.number > session.highest or not (session.knows(op.number) or op.number in session.turns)
 
     def _run(self, session: Session, op: ops.Op, late: bool = False) -> bytes | SharedReply:
         """Carry out a request; return the reply, or nothing where that comes later; `late`: do not encode it yet."""
@@ -350,9 +359,14 @@ class NativeConnection:
     def enter(self, session: Session) -> None:
         """Begin with a session, which this connection carries now."""
         self.session = session
+        self._engine = self._server.state.namespaces[session.namespace].engine
         self._resending = bool(session.pushes)
         self.greeting_over()
         self._go_on()
+
+    def session_ended(self) -> None:
+        """Hang up, for the session has ended with its round."""
+        self._connection.close()
 
     def greeting_over(self) -> None:
         """Note that there is a session, or the reason why not."""

@@ -146,6 +146,25 @@ class RoundListeners:
         self._server.crowd += len(sockets)  # descriptors, too
         listener.opening = self._run(listener.open(sockets))
 
+    def create(self, name: str, scope: int, number: int | None, done: Callable[[Namespace | Exception], None]) -> None:
+        """Create the namespace of a round for clients that can name it; call `done` with it, or with why not."""
+        found = self._server.state.namespace_of(name)
+        if found is not None and found.scope > scope:
+            done(_too_late(name))
+            return
+        try:
+            if found is None:
+                self._make_room()
+        except TooMany as error:
+            done(error)
+            return
+
+        def created(namespace: Namespace | None) -> None:
+            self._close_ended()
+            done(_too_late(name) if namespace is None else namespace)
+
+        self._server.submit(OpenNamespace(name, scope, number, 0), created, done)
+
     def close(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
         """Close a run's round, unless it is of a later scope; call `done` with whether there was one."""
         found = self._server.state.namespace_of(name)
@@ -163,7 +182,7 @@ class RoundListeners:
         """After a restart: listen again for the rounds that the log has."""
         hosts = [sock.getsockname()[0] for sock in self._server.sockets]
         for namespace in list(self._server.state.namespaces.values()):
-            if namespace.id:
+            if namespace.port:
                 try:
                     self._listen(namespace, net.listen(hosts, namespace.port))
                 except AddressTaken as error:
@@ -182,7 +201,7 @@ class RoundListeners:
         await asyncio.gather(*self._tasks)
 
     def statistics(self) -> dict[str, Any]:
-        """Return what each open round holds."""
+        """Return what each round with a port holds."""
         return {
             listener.namespace.name: {
                 "round": listener.namespace.number,
@@ -196,9 +215,12 @@ class RoundListeners:
 
     def _make_room(self) -> None:
         """Where there are too many rounds, close the oldest that nobody is connected to."""
-        if len(self._listeners) < MAX_ROUNDS:
+        state = self._server.state
+        if len(state.namespaces) <= MAX_ROUNDS:  # one of them is everybody's
             return
-        empty = next((identity for identity, one in self._listeners.items() if not one.connections), None)
+        used = {0} | {identity for identity, one in self._listeners.items() if one.connections}
+        used |= {session.namespace for session in state.sessions.values()}
+        empty = next((identity for identity in state.namespaces if identity not in used), None)
         if empty is None:
             raise TooMany(f"too many rounds: {MAX_ROUNDS} are open, with connections at each")
         self._server.submit(CloseNamespace(empty), lambda _: self._close_ended())

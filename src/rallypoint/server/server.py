@@ -33,6 +33,7 @@ from rallypoint.server.c10d_connection import C10dConnection
 from rallypoint.server.clock import Clock
 from rallypoint.server.commit import CommitQueue
 from rallypoint.server.connection import Connection
+from rallypoint.server.multiplexed import MultiplexedConnection
 from rallypoint.server.native_connection import NativeConnection
 from rallypoint.server.rounds import RoundListeners, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
@@ -74,6 +75,9 @@ class StoreServer(ServerBase):
         self.on_failure: Callable[[], None] = lambda: None
         self.refusals: dict[int, dict[int, None]] = {}
         """Of sessions, by their serials: the requests that found the disk full, and may come again."""
+
+        self.openings: dict[bytes, list[Callable[[], None]]] = {}
+        """Sessions with ids that clients chose and that are being opened: who wants the same one next."""
 
         self._starting: asyncio.Future[None] | None = None
         self._visitors = 0
@@ -183,6 +187,9 @@ class StoreServer(ServerBase):
     def native_handler(self, connection: Connection) -> NativeConnection:
         return NativeConnection(self, connection, self.state.namespaces[0])
 
+    def multiplexed_handler(self, connection: Connection) -> MultiplexedConnection:
+        return MultiplexedConnection(self, connection)
+
     def new_visitor(self) -> int:
         """Return a serial for a visitor, which no other has since the server started."""
         self._visitors -= 1
@@ -254,6 +261,8 @@ class StoreServer(ServerBase):
             if session.serial not in self.state.sessions:
                 self.refusals.pop(session.serial, None)
                 self.clock.forget(session, waits)
+                if session.link is not None:
+                    session.link.session_ended()
         for namespace in self.state.namespaces.values():
             if namespace.objects.changed_timers:
                 self.clock.arm_timers(namespace)
@@ -355,6 +364,7 @@ class StoreServer(ServerBase):
         return {
             **holdings(self.state.namespaces[0]),
             "doors": self.rounds.statistics(),
+            "rounds": len(self.state.namespaces) - 1,
             **({"storage": self._storage_statistics()} if self.storage is not None else {}),
         }
 

@@ -1,0 +1,270 @@
+"""The server's end of a connection with channels, as a relay has: each carries the bytes of one session.
+
+`protocol/channels.py` has the frames, `channel.py` one channel. What all channels have to send within a turn of the
+event loop goes out as one write. Channels that have more to send, or requests that wait, stand in line: each sends a
+frame, or carries out some requests, and goes to the end. So a large answer holds up a small one by a frame, and a long
+backlog nobody at all. Only while the peer does not read the connection itself do all channels wait.
+
+What a peer does wrong on one channel closes that channel; what it does wrong on the connection (a window that it
+overruns, a frame of an unknown kind) ends the connection. Sessions outlive both by their grace.
+
+Rejected: to stop reading the connection while one channel is blocked, as for a connection of one session: a relay's
+other clients would wait for the slowest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.channels import CREDIT, DATA, ChannelFrames, Frame, close_frame
+from rallypoint.server.channel import Channel
+
+if TYPE_CHECKING:
+    from rallypoint.server.connection import Connection
+    from rallypoint.server.server import StoreServer
+
+__all__ = ["MAX_CHANNELS", "MultiplexedConnection"]
+
+MAX_CHANNELS = 16_384
+"""How many channels one connection may have open."""
+
+WRITE_BYTES = 256 * 1024
+"""How much of what waits is written in one turn of the event loop."""
+
+RUNS = 64
+"""How many channels that were blocked go on in one turn of the event loop."""
+
+ENDS = 256
+"""How many channels of a connection that is gone are seen to in one turn of the event loop."""
+
+SHOWN = 100
+"""How many keys that the channels wait for the statistics name."""
+
+
+class MultiplexedConnection:
+    """One peer's connection, behind the preface of channels."""
+
+    def __init__(self, server: StoreServer, connection: Connection) -> None:
+        self._server = server
+        self._connection = connection
+        self._frames = ChannelFrames()
+        self._channels: dict[int, Channel] = {}
+        self._last = 0  # the highest number that a channel has had
+        self._held = 0
+        self._out: list[bytes] = []  # what goes out at the end of this turn
+        self._out_bytes = 0
+        self._sending: deque[Channel] = deque()
+        self._running: deque[Channel] = deque()
+        self._busy = False  # whether `_collect` is about to be called
+        self._scheduled = False
+        self._newcomers: dict[Channel, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+        self.greeted = True
+        """Whether the peer has done what this protocol begins with: the preface is all."""
+
+    @property
+    def more_facts(self) -> dict[str, int]:
+        """What the statistics say of this connection beside what they say of all."""
+        return {"channels": len(self._channels)}
+
+    @property
+    def held(self) -> int:
+        """How many bytes are held for all channels, in both directions."""
+        return self._held + self._frames.held
+
+    @property
+    def blocked(self) -> bool:
+        """Whether something waits for the peer to read; where it does read, that has its turn without being called."""
+        return not self._scheduled and bool(self._out or self._sending or self._running)
+
+    @property
+    def waits_for(self) -> tuple[bytes, ...]:
+        """The first of the keys that requests on all channels wait for."""
+        waits = (channel.handler.waits_for for channel in self._channels.values())
+        return tuple(islice(chain.from_iterable(waits), SHOWN))
+
+    def receive(self, data: bytes) -> bytes:
+        """Carry out the requests in what came; return what is to be sent. Raises BadMessage, and is invalid after."""
+        self._busy = True
+        try:
+            for frame in self._frames.feed(data):
+                self._take(frame)
+            self._run_some()
+        finally:
+            self._busy = False
+        return self._collect()
+
+    def end(self) -> None:
+        """Note that the connection is gone, and with it all channels."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._newcomers.clear()
+        gone, self._channels = list(self._channels.values()), {}
+        _end_some(gone)
+
+    # What channels call
+
+    @property
+    def paused(self) -> bool:
+        """Whether the peer has to read before more is written for it."""
+        return self._connection.paused
+
+    @property
+    def closing(self) -> bool:
+        """Whether what is sent now reaches nobody."""
+        return self._connection.closing
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a frame may go out with this turn's, without standing in line."""
+        return self._out_bytes < WRITE_BYTES and not self._connection.paused
+
+    def who(self) -> str:
+        """Return the peer's address."""
+        return self._connection.who()
+
+    def put(self, parts: list[bytes], size: int = 0) -> None:
+        """Send frames at the end of this turn."""
+        self._out.extend(parts)
+        self._out_bytes += size
+        self._schedule()
+
+    def line_up_to_send(self, channel: Channel) -> None:
+        """Let a channel send when its turn comes."""
+        if not channel.sends:
+            channel.sends = True
+            self._sending.append(channel)
+            self._schedule()
+
+    def line_up_to_run(self, channel: Channel) -> None:
+        """Let a channel carry out what waits when its turn comes."""
+        if not channel.runs:
+            channel.runs = True
+            self._running.append(channel)
+            self._schedule()
+
+    def closed(self, channel: Channel, why: str) -> None:
+        """Forget a channel, and tell the peer why."""
+        if self._forget(channel.number) is not None:
+            self.put([close_frame(channel.number, why)])
+
+    def count(self, grown: int) -> None:
+        """Note that more is held for a channel, or less."""
+        self._held += grown
+        if not self._busy:  # else the connection counts when it is done
+            self._connection.recount()
+
+    # Inside
+
+    def _take(self, frame: Frame) -> None:
+        number, kind, size, body = frame
+        channel = self._channels.get(number)
+        if kind == DATA:
+            if channel is None:
+                channel = self._open(number)
+            if channel is not None and body:
+                channel.receive(body)
+        elif channel is None:
+            return  # it was closed, and the peer did not know yet
+        elif kind == CREDIT:
+            channel.add_credit(size)
+        else:
+            self._forget(number)
+            channel.end()
+
+    def _open(self, number: int) -> Channel | None:
+        """Open a channel; return None for one that was closed before, or must be now."""
+        if not number:
+            raise BadMessage("data for channel 0, and channels count from 1")
+        if number <= self._last:
+            return None
+        self._last = number
+        if len(self._channels) >= MAX_CHANNELS:
+            self.put([close_frame(number, f"too many channels: {MAX_CHANNELS} is the limit of one connection")])
+            return None
+        channel = self._channels[number] = Channel(self._server, self, number)
+        loop = asyncio.get_running_loop()
+        self._newcomers[channel] = loop.time()
+        if self._timer is None:
+            self._timer = loop.call_later(self._server.settings.greeting_s, self._close_silent)
+        return channel
+
+    def _forget(self, number: int) -> Channel | None:
+        channel = self._channels.pop(number, None)
+        if channel is not None:
+            self._newcomers.pop(channel, None)
+        return channel
+
+    def _close_silent(self) -> None:
+        """Close the channels that have not said who calls in time."""
+        self._timer = None
+        loop, allowed_s = asyncio.get_running_loop(), self._server.settings.greeting_s
+        for channel, since in list(self._newcomers.items()):
+            left_s = since + allowed_s - loop.time()
+            if left_s > 0:
+                self._timer = loop.call_later(left_s, self._close_silent)
+                break
+            self._newcomers.pop(channel, None)
+            if not channel.handler.greeted:
+                channel.drop(f"did not say who calls within {allowed_s:g} s")
+
+    # Turns
+
+    def _schedule(self) -> None:
+        """Have a turn of our own; while the peer does not read, `blocked` brings one."""
+        if not (self._busy or self._scheduled or self._connection.paused):
+            self._scheduled = True
+            asyncio.get_running_loop().call_soon(self._have_turn)
+
+    def _have_turn(self) -> None:
+        self._scheduled = False
+        connection = self._connection
+        if connection.paused or connection.closing:
+            return
+        self._busy = True
+        try:
+            self._run_some()
+        finally:
+            self._busy = False
+        data = self._collect()
+        if data:
+            connection.send(data)
+        connection.recount()
+
+    def _run_some(self) -> None:
+        """Let channels that were blocked go on, each once."""
+        running = self._running
+        for _ in range(min(len(running), RUNS)):
+            if not self.has_room:
+                return
+            channel = running.popleft()
+            channel.runs = False
+            channel.run()
+
+    def _collect(self) -> bytes:
+        """Return what goes out now: what was put, and a frame of each channel in line, round after round."""
+        self._busy = True
+        while self._sending and self.has_room:
+            channel = self._sending.popleft()
+            channel.sends = False
+            self._out_bytes += channel.take(self._out)
+        self._busy = False
+        data = b"".join(self._out)
+        self._out.clear()
+        self._out_bytes = 0
+        if self._sending or self._running:
+            self._schedule()
+        return data
+
+
+def _end_some(channels: list[Channel]) -> None:
+    """End channels, some at a time: to give their sessions back takes its time."""
+    for channel in channels[:ENDS]:
+        channel.end()
+    if len(channels) > ENDS:
+        asyncio.get_running_loop().call_soon(_end_some, channels[ENDS:])

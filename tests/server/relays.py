@@ -1,0 +1,178 @@
+"""A relay as tests have it: one connection with channels, and clients of ours on them, whose credit the test gives.
+
+`Relay` is a `Line` (`peers.py`), so its transport is in the test's hands, or a real socket. By default every channel
+gives back credit for what it reads, as a relay does; one whose `credits` is False reads nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import msgspec
+from tests.server.peers import Line
+
+from rallypoint.core import ops
+from rallypoint.protocol import channels, native
+from rallypoint.protocol.channels import CLOSE, CREDIT, DATA, ChannelFrames, Frame
+from rallypoint.protocol.native import Frames, Hello, frame
+from rallypoint.server.base import ServerBase
+
+__all__ = ["Client", "Relay"]
+
+
+class Client:
+    """A client of ours on one channel."""
+
+    def __init__(self, relay: Relay, number: int) -> None:
+        self.number = number
+        self.session = b""
+        self.received = 0
+        """How many bytes came for it."""
+
+        self.window = channels.WINDOW
+        """How many more may come."""
+
+        self.credit = channels.WINDOW
+        self.credits = True
+        """Whether it gives back credit for what it reads."""
+
+        self.closed: str | None = None
+        """Why the server closed the channel."""
+
+        self.frames = Frames(1 << 30)
+        self.inbox: list[Any] = []
+        self._relay = relay
+
+    def says(self, data: bytes) -> None:
+        """Send bytes; the server must have given credit for them."""
+        self.credit -= len(data)
+        assert self.credit >= 0, "the server has given no credit"
+        self._relay.says(channels.data_frames(self.number, data))
+
+    def asks(self, *requests: ops.Op) -> None:
+        self.says(b"".join(map(frame, requests)))
+
+    def hello(self, session: bytes = b"", seen: int = 0, **more: Any) -> bytes:
+        return frame(Hello(native.VERSION, f"client {self.number}", session, seen, **more))
+
+    async def greets(self, session: bytes = b"", seen: int = 0, **more: Any) -> Any:
+        """Say hello; return what comes back."""
+        self.says(self.hello(session, seen, **more))
+        _, status, answer = await self.reads()
+        self.session = answer[2] if not status else b""
+        return answer
+
+    async def reads(self) -> Any:
+        """Return the next frame that comes on this channel."""
+        while not self.inbox:
+            assert self.closed is None, f"channel {self.number} was closed: {self.closed}"
+            await self._relay.reads()
+        return self.inbox.pop(0)
+
+    async def asked(self, request: ops.Op) -> Any:
+        """Ask, and return the answer; it must be the next thing that comes."""
+        self.asks(request)
+        number, status, result = await self.reads()
+        assert number == request.number and not status, (number, status, result)
+        return result
+
+    async def ends(self) -> str:
+        """Return why the server has closed the channel."""
+        while self.closed is None:
+            await self._relay.reads()
+        return self.closed
+
+    def grants(self, size: int) -> None:
+        """Let the server send so many more bytes."""
+        self.window += size
+        self._relay.says(channels.credit_frame(self.number, size))
+
+    def closes(self) -> None:
+        self._relay.says(channels.close_frame(self.number, "done"))
+
+    def takes(self, one: Frame) -> None:
+        """Read a frame of the channel."""
+        if one.kind == CREDIT:
+            self.credit += one.size
+        elif one.kind == CLOSE:
+            self.closed = one.body.decode()
+        else:
+            assert one.kind == DATA and self.closed is None
+            self.received += one.size
+            self.window -= one.size
+            assert self.window >= 0, f"channel {self.number} was sent more than its window allows"
+            self.inbox += [msgspec.msgpack.decode(payload) for payload in self.frames.feed(one.body)]
+            if self.credits and not self._relay.closing:
+                self.grants(one.size)
+
+
+class Relay(Line):
+    """A connection with channels."""
+
+    def __init__(self, server: ServerBase | None) -> None:
+        self.clients: dict[int, Client] = {}
+        self.order: list[Frame] = []
+        """All frames that came, in their order."""
+
+        self.writes = 0
+        self._cut = ChannelFrames()
+        self._late = b""  # what waits until the server reads
+        super().__init__(server)
+
+    async def opens(self) -> Relay:
+        self.says(channels.PREFACE)
+        assert await self.hears(4) == channels.ACCEPTED
+        return self
+
+    def client(self) -> Client:
+        """Return a client on the next channel, which has said nothing yet."""
+        number = len(self.clients) + 1
+        self.clients[number] = Client(self, number)
+        return self.clients[number]
+
+    async def greeted(self, session: bytes = b"", **more: Any) -> Client:
+        """Return a client that has a session."""
+        client = self.client()
+        await client.greets(session, **more)
+        assert client.session
+        return client
+
+    async def reads(self) -> None:
+        """Take what has come, or comes next."""
+        while not self.pending:
+            assert not self.closing, "hung up on"
+            self.bell.clear()
+            await self.bell.wait()
+        self.drain()
+
+    def drain(self) -> None:
+        """Take what has come."""
+        data, self.pending = self.pending, b""
+        self._drained()
+        for one in self._cut.feed(data):
+            self.order.append(one)
+            self.clients[one.channel].takes(one)
+
+    def says(self, data: bytes) -> None:
+        """Send, as soon as the server reads."""
+        if self.stopped:
+            self._late += data
+        else:
+            super().says(data)
+
+    # What the server calls
+
+    def write(self, data: Any) -> None:
+        self.writes += 1
+        super().write(data)
+
+    def resume_reading(self) -> None:
+        super().resume_reading()
+        if self._late:
+            asyncio.get_running_loop().call_soon(self._say_late)
+
+    def _say_late(self) -> None:
+        late, self._late = self._late, b""
+        if not self.closing:
+            self.says(late)
