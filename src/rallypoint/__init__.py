@@ -17,7 +17,8 @@ that they keep, and tells them when to form another.
 who it is.
 
 A server is a process of its own: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
-program. Unmodified PyTorch programs use it as their TCPStore.
+program. Unmodified PyTorch programs use it as their TCPStore. `rallypoint relay`, or `rallypoint.Relay`, gives the
+processes of a node one connection to it, and lets PyTorch's clients survive its restart.
 
 Every error is a `RallypointError` with its facts as fields. PyTorch's own names for things are in
 `rallypoint.compat`; what needs torch is in `rallypoint.torch`.
@@ -83,6 +84,7 @@ if TYPE_CHECKING:
     from rallypoint.recipes.exchange import Exchange
     from rallypoint.recipes.group import Group
     from rallypoint.recipes.lock import Lock
+    from rallypoint.relay.spawn import Relay
     from rallypoint.spawn import Server
     from rallypoint.store.etcd import EtcdStore
     from rallypoint.store.file import FileStore
@@ -116,6 +118,7 @@ __all__ = [
     "NotLaunched",
     # the server
     "Server",
+    "Relay",
     # errors
     "RallypointError",
     "StoreError",
@@ -154,6 +157,7 @@ __all__ = [
 # What most programs never touch is imported when it is first asked for.
 _LAZY = {
     "Server": "rallypoint.spawn",
+    "Relay": "rallypoint.relay.spawn",
     "FileStore": "rallypoint.store.file",
     "EtcdStore": "rallypoint.store.etcd",
     "Barrier": "rallypoint.recipes.barrier",

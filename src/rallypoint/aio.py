@@ -40,7 +40,7 @@ from rallypoint.store import outage
 from rallypoint.store.base import Change
 from rallypoint.store.dial import answers
 from rallypoint.store.outage import Outage, Patience, ServerDown
-from rallypoint.store.route import NO_GATEWAY, Cuts, Route, Search
+from rallypoint.store.route import NO_GATEWAY, Address, Cuts, Route, Search, Unwelcome
 from rallypoint.store.url import parse_url
 from rallypoint.store.view import View, whole_amount
 
@@ -67,7 +67,7 @@ async def connect(url: str, timeout: Timeout | None = None) -> AsyncStore:
     parsed = parse_url(url, timeout)
     if parsed.scheme != "tcp":
         raise ValueError(f"store URL {url!r}: asyncio is for tcp://; use rallypoint.connect for the others")
-    session = _Session(Route(parsed.endpoints()), parsed.timeout_s)
+    session = _Session(Route.of(parsed.endpoints()), parsed.timeout_s)
     await session.open(Deadline(parsed.timeout_s))
     session.doubt()
     return AsyncStore(session, b"/" + (f"{parsed.prefix}/".encode() if parsed.prefix else b""), parsed.timeout_s)
@@ -164,30 +164,31 @@ class _Session:
         while True:
             for endpoint, turn in search.round():
                 try:
-                    await asyncio.wait_for(self._greet(endpoint), max(turn.remaining(), 0.1))
+                    with self._route.expecting(endpoint, self._core):
+                        await asyncio.wait_for(self._greet(endpoint), max(turn.remaining(), 0.1))
                     return
                 except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
-                    if isinstance(error, RallypointError):
+                    if search.ends(endpoint, error):
                         raise
-                    search.failed(endpoint, _why_failed(error), isinstance(error, (BadMessage, ValueError)))
+                    useless, unwelcome = isinstance(error, (BadMessage, ValueError)), isinstance(error, Unwelcome)
+                    search.failed(endpoint, _why_failed(error), useless, unwelcome)
             if self.outage is not None:
                 self.outage.why = search.why
             await asyncio.sleep(search.pause_s())
 
-    async def _greet(self, endpoint: net.Endpoint) -> None:
-        loop = asyncio.get_running_loop()
-        transport, link = await loop.create_connection(lambda: _Link(self), *endpoint)
+    async def _greet(self, endpoint: Address) -> None:
+        transport, link = await self._route.open(endpoint, lambda: _Link(self))
         try:
             transport.write(PREFACE)
             answer = await link.greeting
             if answer == PREFACE[-len(ACCEPTED) :]:
-                if self._route.several:
+                if self._route.several or endpoint is self._route.relay:
                     raise BadMessage(NO_GATEWAY)
                 why = "a plain PyTorch server answers there; use rallypoint.connect"
                 raise Unsupported(operation="asyncio", store=self.peer, why=why)
             if answer != ACCEPTED:
                 raise BadMessage(f"not a store: it answered {answer!r}")
-            self._welcome = loop.create_future()
+            self._welcome = asyncio.get_running_loop().create_future()
             transport.write(self._core.greet())
             self._away_s = self._core.welcome(await self._welcome, self._route.peer(endpoint))
             if transport.is_closing():  # it was lost before it could be ours to mend
@@ -232,7 +233,7 @@ class _Session:
     def cut(self, link: _Link) -> None:
         """Mend a lost connection, unless it was let go."""
         if self._welcome is not None and not self._welcome.done():
-            self._welcome.set_exception(ConnectionError("the server closed it"))
+            self._welcome.set_exception(Unwelcome("the server closed it"))
         if link is self._link and self.over is None:
             self._transport = self._link = None
             self.outage = Outage(self.peer, self._away_s, self._core.number)
@@ -275,7 +276,7 @@ class _Session:
             self._heard = False
             await asyncio.sleep(PING_S)
             link, transport = self._link, self._transport
-            if self._heard or transport is None:
+            if self._heard or transport is None or self._route.relayed:
                 continue
             self.send(ops.Ping(0))
             await asyncio.sleep(PING_S)

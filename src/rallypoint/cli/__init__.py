@@ -21,6 +21,7 @@ __all__ = ["main"]
 COMMANDS = {
     "run": "Run a script in several processes, and start them again when one dies.",
     "serve": "Serve a store that rallypoint and PyTorch programs can use.",
+    "relay": "Relay a server to the processes of this node, over one connection.",
     "get": "Print a value, waiting until the key exists.",
     "set": "Write a value.",
     "add": "Add to a counter, and print its new value.",

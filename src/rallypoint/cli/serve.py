@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Callable
 from typing import Any
 
 import click
@@ -13,7 +14,7 @@ from rallypoint.core.limits import LEAST_BYTES, MAX_GRACE_S
 from rallypoint.errors import RallypointError
 from rallypoint.server.settings import DEFAULT_GRACE_S, DEFAULT_PORT, MAX_SESSIONS, Settings
 
-__all__ = ["command"]
+__all__ = ["command", "size_option"]
 
 _UNITS = {"": 1, "k": 1024, "m": 1024**2, "g": 1024**3, "t": 1024**4}
 
@@ -32,6 +33,11 @@ def _size(ctx: click.Context, param: click.Parameter, value: str) -> int:
     return size
 
 
+def size_option(name: str, default: str, words: str) -> Callable[[Any], Any]:
+    """Return an option that is a limit in bytes, written as people do."""
+    return click.option(name, callback=_size, default=default, show_default=True, help=words)
+
+
 def _duration(ctx: click.Context, param: click.Parameter, value: float | None) -> float | None:
     """Check a duration; neither "nan" nor "inf" is one."""
     if value is not None and not 0 <= value <= MAX_GRACE_S:
@@ -45,16 +51,8 @@ def _duration(ctx: click.Context, param: click.Parameter, value: float | None) -
 @click.option("--fd", "fds", type=click.IntRange(0), multiple=True, help="Descriptor of a bound socket to listen on.")
 @click.option("--engine", metavar="URL", help="Keep the state in etcd: etcd://host:2379,host:2379/space.  [in memory]")
 @click.option("--url-file", type=click.Path(dir_okay=False), help="Write tcp://host:port to this file once it serves.")
-@click.option(
-    "--max-memory", callback=_size, default="4G", show_default=True, help="All that clients may make it hold."
-)
-@click.option(
-    "--max-connection-memory",
-    callback=_size,
-    default="256M",
-    show_default=True,
-    help="The largest request and answer.",
-)
+@size_option("--max-memory", "4G", "All that clients may make it hold.")
+@size_option("--max-connection-memory", "256M", "The largest request and answer.")
 @click.option(
     "--max-connections",
     type=click.IntRange(1),

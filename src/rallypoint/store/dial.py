@@ -1,6 +1,9 @@
 """Call a server, or the first of several that answers: find out whose it is, and open or resume a session there.
 
 PyTorch's server understands the greeting too, and answers it in its own way; then `NotOurs` has the connection.
+
+What happens at a relay only means to try elsewhere: after its end, whatever answers there may be anybody. Only that the
+session has ended is believed, from a server with the identity that the session is of.
 """
 
 from __future__ import annotations
@@ -16,7 +19,8 @@ from rallypoint.errors import ConnectFailed, RallypointError
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.client import Client, Reply
 from rallypoint.protocol.native import ACCEPTED, PREFACE
-from rallypoint.store.route import NO_GATEWAY, Route, Search
+from rallypoint.store.relay_address import RelayAddress
+from rallypoint.store.route import NO_GATEWAY, Route, Search, Unwelcome
 
 __all__ = ["Contact", "Dialer", "NotOurs", "answers", "dial"]
 
@@ -67,6 +71,11 @@ class Dialer:
         Raises NotOurs (from a single address), or what ends the session for good.
         """
         for endpoint, turn in self._search.round():
+            if isinstance(endpoint, RelayAddress):
+                contact = self._call_relay(endpoint, turn)
+                if contact is not None:
+                    return contact
+                continue
             try:
                 return self._call(endpoint, turn)
             except NotOurs as answer:
@@ -89,7 +98,8 @@ class Dialer:
     def _call(self, endpoint: net.Endpoint, turn: Deadline) -> Contact:
         sock = net.connect(*endpoint, turn, once=self._route.several or bool(self._core.session))
         try:
-            contact = self._introduce(sock, self._route.peer(endpoint), turn)
+            _accept(sock, turn)
+            contact = self._greet(sock, self._route.peer(endpoint), turn)
         except NotOurs:
             raise
         except BaseException:
@@ -98,16 +108,30 @@ class Dialer:
         self._route.arrived(endpoint, self._core.server)
         return contact
 
-    def _introduce(self, sock: socket.socket, peer: str, deadline: Deadline) -> Contact:
-        sock.settimeout(max(deadline.remaining(), LEAST_S))
-        sock.sendall(PREFACE)
-        answer = b""
-        while len(answer) < len(ACCEPTED):
-            answer += _some(sock, len(ACCEPTED) - len(answer), deadline)
-        if answer == PREFACE[-len(ACCEPTED) :]:
-            raise NotOurs(sock)
-        if answer != ACCEPTED:
-            raise BadMessage(f"not a store: it answered {answer!r}")
+    def _call_relay(self, relay: RelayAddress, turn: Deadline) -> Contact | None:
+        """Call the relay; None where it is of no use now, or not a relay of this store."""
+        try:
+            with self._route.expecting(relay, self._core), contextlib.ExitStack() as undo:
+                sock = relay.connect(turn)
+                undo.callback(sock.close)
+                _accept(sock, turn)
+                try:
+                    contact = self._greet(sock, self._route.peer(relay), turn)
+                except ConnectionError as error:
+                    raise error if isinstance(error, RallypointError) else Unwelcome(str(error)) from error
+                undo.pop_all()
+        except ConnectFailed as error:
+            self._search.failed(relay, error.tried)
+        except (NotOurs, BadMessage, OSError) as error:
+            if self._search.ends(relay, error):
+                raise
+            self._search.failed(relay, str(error) or "not a relay", unwelcome=isinstance(error, Unwelcome))
+        else:
+            self._route.arrived(relay, self._core.server)
+            return contact
+        return None
+
+    def _greet(self, sock: socket.socket, peer: str, deadline: Deadline) -> Contact:
         with self._lock:
             hello = self._core.greet()
         sock.sendall(hello)
@@ -118,6 +142,19 @@ class Dialer:
                 replies = self._core.receive(data)
         with self._lock:
             return Contact(sock, self._core.welcome(replies[0], peer), replies[1:])
+
+
+def _accept(sock: socket.socket, deadline: Deadline) -> None:
+    """Say who calls; raise NotOurs where PyTorch's server answers, BadMessage where it is no store."""
+    sock.settimeout(max(deadline.remaining(), LEAST_S))
+    sock.sendall(PREFACE)
+    answer = b""
+    while len(answer) < len(ACCEPTED):
+        answer += _some(sock, len(ACCEPTED) - len(answer), deadline)
+    if answer == PREFACE[-len(ACCEPTED) :]:
+        raise NotOurs(sock)
+    if answer != ACCEPTED:
+        raise BadMessage(f"not a store: it answered {answer!r}")
 
 
 def dial(route: Route, core: Client, lock: Lock, deadline: Deadline) -> Contact:

@@ -318,20 +318,19 @@ _EXECUTE: dict[type[ops.Op], Callable[[TorchBackend, Any, Deadline], Any]] = {
 }
 
 
-def _backend(endpoints: net.Endpoints, timeout_s: float) -> TorchBackend | SessionBackend:
+def _backend(route: Route, timeout_s: float) -> TorchBackend | SessionBackend:
     """Open a session with our server; PyTorch's, if it is the only one, is spoken to in its own protocol."""
     try:
-        return SessionBackend(Route(endpoints), timeout_s)
+        return SessionBackend(route, timeout_s)
     except NotOurs as answer:
         answer.socket.close()
-        return TorchBackend(*endpoints[0], timeout_s)
+        return TorchBackend(*route.endpoints[0], timeout_s)
 
 
 def reach(endpoints: net.Endpoints, timeout_s: float) -> TCPStore:
     """Return a client of a store that has several servers; of one, the same as TCPStore itself."""
     store = TCPStore.__new__(TCPStore)
-    store._server = None
-    backend = _backend(endpoints, timeout_s)
+    backend = _backend(Route.of(endpoints), timeout_s)
     Store.__init__(store, backend, backend.root, timeout_s)
     return store
 
@@ -351,6 +350,7 @@ class TCPStore(Store):
     """
 
     _libuv = True
+    _server: Server | None = None
 
     def __init__(
         self,
@@ -368,7 +368,6 @@ class TCPStore(Store):
             raise ValueError("the world size of a TCPStore cannot be 0; leave it out where it is not known")
         deadline = Deadline(timeout)
         self._libuv = bool(use_libuv)
-        self._server: Server | None = None
         if is_master:
             from rallypoint.store import master  # clients need none of it
 
@@ -377,7 +376,8 @@ class TCPStore(Store):
         if port == 0:
             why = {f"{host_name}:0": "no server has port 0; a client needs the number that its server has taken"}
             raise ConnectFailed(peer=f"{host_name}:0", timeout_s=0.0, tried=why)
-        backend = _backend(net.Endpoints((net.Endpoint(host_name, port),)), seconds(timeout))
+        endpoints = net.Endpoints((net.Endpoint(host_name, port),))
+        backend = _backend(Route(endpoints) if self._server else Route.of(endpoints), seconds(timeout))
         super().__init__(backend, backend.root, timeout)
         if world_size is not None and world_size > 0 and wait_for_workers:
             self._meet(backend, world_size, is_master, deadline)

@@ -126,7 +126,7 @@ class Wire:
         self.closed = threading.Event()
         """Set when the session is over."""
 
-        self._core = Client(net.caller_name(), self._route.identity, lost_sessions.of(self._peer))
+        self._core = Client(net.caller_name(), self._route.begin(), lost_sessions.of(self._peer))
         self._cuts = Cuts(self._route)
         self._ping, self._pinged_at = 0, time.monotonic()
         self._connect(dial(self._route, self._core, self._lock, Deadline(self._timeout_s)))
@@ -378,7 +378,7 @@ class Wire:
     def doubts(self) -> socket.socket | None:
         """Ping, where there are several addresses and it is time; return the socket where that is in vain."""
         now, sock, lately_at = time.monotonic(), self._ear.socket, self._pinged_at
-        if not self._route.several or now < lately_at + PING_S or self._outage is not None:
+        if not self._route.doubted or now < lately_at + PING_S or self._outage is not None:
             return None
         in_vain = True
         if self._core.answered(self._ping):
