@@ -85,6 +85,11 @@ class TorchClient:
         return bool(self._held) and not self._must_hold(self._held[0], paused=False)
 
     @property
+    def value_bytes(self) -> int:
+        """How long the value is that is held for a `GET`."""
+        return len(self._value[1]) if self._value is not None else 0
+
+    @property
     def waits_for(self) -> tuple[bytes, ...]:
         """The keys that it waits for."""
         op = self._wait.op if self._wait is not None else None
@@ -117,21 +122,19 @@ class TorchClient:
         elif isinstance(call.answer, bytes):
             self._value = (call.op.key, call.answer)
 
-    def ready(self) -> list[Call]:
-        """Return the calls whose replies are next; they are no longer the client's."""
-        calls, ready = self._calls, []
-        waiting: Call | None = None
-        while calls and (calls[0].done or calls[0] is self._wait):
-            call = calls.popleft()
-            if not call.done:
-                waiting = call
-                continue
+    def next_reply(self) -> Call | None:
+        """Return the call whose reply is next, which is no longer the client's; None where that is not known yet."""
+        calls = self._calls
+        while calls:
+            at = int(calls[0] is self._wait)
+            if len(calls) == at or not calls[at].done:
+                return None
+            call = calls[at]
+            del calls[at]
             self.bytes -= call.size
             if not call.taken_back:
-                ready.append(call)
-        if waiting is not None:
-            calls.appendleft(waiting)
-        return ready
+                return call
+        return None
 
     def end(self) -> None:
         """Note that the client is gone."""
@@ -165,6 +168,7 @@ class TorchClient:
         if kind in _LOCAL:
             call.done = True
         elif kind is ops.Peek and value is not None and value[0] == op.key:
+            self._merger.asked += 1
             call.done, call.answer = True, value[1]
         else:
             if self._wait is not None:

@@ -1,0 +1,113 @@
+"""The requests of a session that many PyTorch clients share: merged, numbered, sent in order, answered. Pure.
+
+`relay/merging.py` says what is asked, `protocol/client.py` numbers it and knows what to repeat after a cut. What a
+client that has gone no longer wants is given up by a `Drop`. Until that is sent, the answer of what it gives up is not
+settled, for the confirmation of an answer would make an item of a queue this session's for good. In the same way an
+item is settled when it is handed to its client's connection, and not when it arrives.
+
+At most `MAX_UNDER_WAY` requests are unanswered, waits apart. The rest is queued here, where it can still be merged.
+
+Rejected: to let each client have its share of them. The server answers in order, so the queue is short and fair.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+from rallypoint.core import ops
+from rallypoint.core.records import Drawn, Status
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.relay.merging import WAITS, Merger
+from rallypoint.relay.requests import Request
+from rallypoint.relay.torch_client import TorchClient
+
+__all__ = ["MAX_UNDER_WAY", "SharedSession"]
+
+MAX_UNDER_WAY = 4096
+"""How many requests that do not wait may be unanswered; the server keeps the answers of twice as many."""
+
+
+class SharedSession:
+    """What was asked in one session, and is not answered yet."""
+
+    def __init__(self, core: Client, peer: str) -> None:
+        self.core = core
+        self.merger = Merger()
+        self._peer = peer
+        self._under_way: dict[int, Request] = {}
+        self._undelivered: dict[Request, Reply] = {}  # items that no client has got yet
+        self._owed = 0  # how many answers are due: those of waits are not
+
+    def send(self, room: int) -> bytes:
+        """Return the requests to send next, about as many bytes of them as there is room for, and confirmations."""
+        self.release()
+        parts: list[bytes] = []
+        core = self.core
+        while room > 0 and self._owed < MAX_UNDER_WAY:
+            request = self.merger.take(core.number)
+            if request is None:
+                break
+            if request.target is not None:
+                self._forget(request.target)
+            self._under_way[request.number] = request
+            self._owed += request.op.__class__ not in WAITS
+            parts.append(core.ask(request.op))
+            room -= len(parts[-1])
+        parts.append(core.confirm())
+        return b"".join(parts)
+
+    def release(self) -> None:
+        """Let clients go on whose calls have gathered."""
+        merger = self.merger
+        while merger.released:
+            released, merger.released = merger.released, []
+            for asker in released:
+                asker.go_on()
+
+    def take(self, reply: Reply) -> list[TorchClient]:
+        """Take an answer; return the clients who may have a reply by it. Raises BadMessage."""
+        request = self._under_way.get(reply.number)
+        if request is None or request.dropped:  # it came before, or was given up
+            return []
+        answer: Any = reply.result
+        draws = isinstance(request.op, ops.Draw)
+        if reply.status != Status.OK:
+            answer = error_of(reply, self._peer)
+        elif draws:
+            answer = _drawn(reply)
+        self._end(request)
+        if draws:
+            self._undelivered[request] = reply
+        else:
+            self.core.settle(reply)
+        clients = []
+        for call in self.merger.answer(request, answer):
+            client = cast(TorchClient, call.asker)
+            client.answered(call)
+            clients.append(client)
+        return clients
+
+    def delivered(self, request: Request | None) -> None:
+        """Note that an item was handed to its client's connection, and is the client's now."""
+        reply = self._undelivered.pop(request, None) if request is not None else None
+        if reply is not None:
+            self.core.settle(reply)
+
+    def _forget(self, request: Request) -> None:
+        """Expect no answer to a request that is about to be given up."""
+        self._undelivered.pop(request, None)
+        self.core.forget(request.number)
+        if request.number in self._under_way:
+            self._end(request)
+
+    def _end(self, request: Request) -> None:
+        del self._under_way[request.number]
+        self._owed -= request.op.__class__ not in WAITS
+
+
+def _drawn(reply: Reply) -> Drawn:
+    try:
+        return Drawn(*reply.result)
+    except TypeError:
+        raise BadMessage(f"not an item of a queue: {reply.result!r:.100}") from None
