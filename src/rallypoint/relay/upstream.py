@@ -31,8 +31,8 @@ __all__ = ["Channel", "ChannelOwner", "Upstream"]
 
 log = logging.getLogger("rallypoint.relay")
 
-DOWN_S, REPEAT_S = 1.0, 10.0
-"""How long a server may be away before the log says so, and how long before another reason is worth a line."""
+DOWN_S = 1.0
+"""How long a server may be away before the log says so."""
 
 NO_CHANNELS = (
     "a PyTorch server, or a rallypoint server too old for relays, answers there; a relay needs a rallypoint "
@@ -66,7 +66,7 @@ class Upstream:
         self._callbacks: list[Callable[[], None]] = []
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._said, self._said_at = "", 0.0
+        self._said = False
 
     @property
     def connected(self) -> bool:
@@ -159,6 +159,7 @@ class Upstream:
         search = Search(self._route, Deadline(float("inf")), resumes=True)
         while True:
             for endpoint, turn in search.round():
+                assert isinstance(endpoint, net.Endpoint)
                 connection = ChannelConnection(self.traffic, self._ended)
                 try:
                     await asyncio.wait_for(_greet(connection, endpoint), turn.remaining())
@@ -179,7 +180,7 @@ class Upstream:
         self.why = ""
         away_s, self.since = time.monotonic() - self.since, time.monotonic()
         if self._said:
-            self._said = ""
+            self._said = False
             log.warning("connected to the server at %s after %.1f s", self.address, away_s)
         for callback in list(self._callbacks):
             asyncio.get_running_loop().call_soon(self._call, callback)
@@ -197,11 +198,10 @@ class Upstream:
             self._lost.set()
 
     def _say(self) -> None:
-        """Tell the log that there is no connection: once that has lasted, and again where the reason is another."""
+        """Tell the log, once, that there has been no connection for a while."""
         away_s = time.monotonic() - self.since
-        now = time.monotonic()
-        if away_s >= DOWN_S and self.why != self._said and (not self._said or now >= self._said_at + REPEAT_S):
-            self._said, self._said_at = self.why, now
+        if away_s >= DOWN_S and not self._said:
+            self._said = True
             log.warning("no connection to the server at %s for %.1f s: %s", self.peer, away_s, self.why)
 
 
