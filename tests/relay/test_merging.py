@@ -1,0 +1,530 @@
+"""What many clients ask of a relay comes to fewer requests, and nobody can tell from the answers.
+
+The server is the test itself: it sees what is sent, and answers in the order that it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rallypoint.core import ops
+from rallypoint.core.records import Drawn
+from rallypoint.errors import NotAnInteger, StoreFull
+from rallypoint.relay import torch_client
+from rallypoint.relay.torch_client import MAX_CALLS, MAX_LARGE, VALUE_BYTES
+
+from .merged import K, Merged, N, Q, shown
+
+READS: dict[str, tuple[Callable[[], ops.Op], Any]] = {
+    "await": (lambda: ops.Await(0, K), None),
+    "peek": (lambda: ops.Peek(0, K), b"v"),
+    "check": (lambda: ops.Check(0, [K, N]), True),
+    "wait": (lambda: ops.Wait(0, [K, N], ops.MAX_WAIT_S), None),
+    "multi_peek": (lambda: ops.MultiPeek(0, [K, N]), [b"v", None]),
+    "count": (lambda: ops.Count(0, b""), 3),
+    "queue_len": (lambda: ops.QueueLen(0, Q), 2),
+    "list": (lambda: ops.List(0, b""), [K]),
+}
+WRITES: dict[str, Callable[[], ops.Op]] = {
+    "set": lambda: ops.Set(0, K, b"v"),
+    "append": lambda: ops.Append(0, K, b"v"),
+    "multi_set": lambda: ops.MultiSet(0, [(K, b"v")]),
+    "compare_set": lambda: ops.CompareSet(0, K, b"", b"v"),
+    "delete": lambda: ops.Delete(0, K),
+    "push": lambda: ops.Push(0, Q, b"v"),
+    "draw": lambda: ops.Draw(0, Q),
+    "arrive": lambda: ops.Arrive(0, K, 9),
+}
+
+
+# Reads
+
+
+@pytest.mark.parametrize("name", READS)
+def test_equal_reads_that_are_not_sent_go_once(name: str) -> None:
+    make, answer = READS[name]
+    table = Merged()
+    for client in "abc":
+        table.ask(client, make())
+    assert table.sends() == [shown(make())]
+    table.answer(1, answer)
+    assert [table.hears(client) for client in "abc"] == [[answer]] * 3
+    assert (table.merger.asked, table.merger.sent) == (3, 1)
+
+
+@pytest.mark.parametrize("name", READS)
+def test_a_read_that_is_under_way_is_not_joined(name: str) -> None:
+    make, answer = READS[name]
+    table = Merged()
+    table.ask("a", make())
+    assert len(table.sends()) == 1
+    table.ask("b", make())
+    table.ask("c", make())
+    assert table.sends() == []
+    table.answer(1, answer)
+    assert [table.hears(client) for client in "abc"] == [[answer], [], []]
+    assert table.sends() == [shown(make())]  # a fresh one, for both
+    table.answer(2, answer)
+    assert [table.hears(client) for client in "bc"] == [[answer], [answer]]
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_what_changes_something_is_never_merged(name: str) -> None:
+    table = Merged()
+    for client in "abc":
+        table.ask(client, WRITES[name]())
+    assert table.sends() == [shown(WRITES[name]())] * 3
+
+
+def test_different_reads_wait_for_nobody() -> None:
+    table = Merged()
+    table.ask("a", ops.Peek(0, K))
+    assert len(table.sends()) == 1
+    table.ask("b", ops.Peek(0, N))
+    table.ask("c", ops.Check(0, [K]))
+    assert table.sends() == [("Peek", N), ("Check", [K])]
+
+
+def test_a_read_does_not_overtake_its_own_clients_write_by_joining() -> None:
+    table = Merged()
+    table.ask("a", ops.Peek(0, K))
+    table.ask("b", ops.Set(0, K, b"new"), ops.Peek(0, K))
+    assert table.sends() == [("Peek", K), ("Set", K, b"new"), ("Peek", K)]
+    table.answer(1, b"old")
+    table.answer(2, None)
+    table.answer(3, b"new")
+    assert (table.hears("a"), table.hears("b")) == ([b"old"], [None, b"new"])
+
+
+def test_what_comes_behind_a_read_that_gathers_is_held_back() -> None:
+    table = Merged()
+    table.ask("a", ops.Peek(0, K))
+    table.sends()
+    table.ask("b", ops.Peek(0, K), ops.Set(0, K, b"later"), ops.Ping(7))
+    assert table.sends() == []
+    table.answer(1, b"old")
+    assert table.sends() == [("Peek", K), ("Set", K, b"later")]
+    table.answer(3, None)
+    assert table.hears("b") == []
+    table.answer(2, b"old")
+    assert table.hears("b") == [b"old", None, None]
+
+
+# Additions
+
+
+@pytest.mark.parametrize(
+    ("amounts", "total", "each"),
+    [
+        ((1, 1, 1), 13, [11, 12, 13]),
+        ((5, 0, 7), 22, [15, 15, 22]),
+        ((-1, -2, -3), 4, [9, 7, 4]),
+        ((1, 2**62, 2**62), -(2**63) + 1, [-(2**63) + 1 - 2**63 + 2**64, -(2**63) + 1 - 2**62 + 2**64, -(2**63) + 1]),
+    ],
+)
+def test_additions_that_gather_are_summed(amounts: tuple[int, ...], total: int, each: list[int]) -> None:
+    table = Merged("xabc")
+    table.ask("x", ops.Add(0, N, amounts[0]))
+    table.sends()
+    for client, amount in zip("abc", amounts, strict=True):
+        table.ask(client, ops.Add(0, N, amount))
+    assert table.sends() == []
+    table.answer(1, 10)
+    ((kind, key, amount),) = table.sends()
+    assert (kind, key) == ("Add", N) and (amount - sum(amounts)) % 2**64 == 0 and -(2**63) <= amount < 2**63
+    table.answer(2, total)
+    heard = [answer for client in "abc" for answer in table.hears(client)]
+    assert [(answer - wanted) % 2**64 for answer, wanted in zip(heard, each, strict=True)] == [0, 0, 0]
+    assert all(-(2**63) <= answer < 2**63 for answer in heard)
+
+
+def test_additions_of_different_signs_stay_apart() -> None:
+    table = Merged()
+    table.ask("a", ops.Add(0, N, 1))
+    table.ask("b", ops.Add(0, N, -1))
+    table.ask("c", ops.Add(0, N, 2))
+    assert table.sends() == [("Add", N, 3), ("Add", N, -1)]
+
+
+def test_an_addition_that_cannot_be_fails_for_all() -> None:
+    table = Merged()
+    for client in "abc":
+        table.ask(client, ops.Add(0, N, 1))
+    table.sends()
+    error = NotAnInteger(key="n", value=b"x")
+    table.answer(1, error)
+    assert [table.hears(client) for client in "abc"] == [[error]] * 3
+
+
+def test_one_clients_additions_in_a_row_are_one() -> None:
+    table = Merged()
+    table.ask("a", *[ops.Add(0, N, 1) for _ in range(3)])
+    assert table.sends() == [("Add", N, 3)]
+    table.answer(1, 8)
+    assert table.hears("a") == [6, 7, 8]
+
+
+# Waits, and the value that comes with them
+
+
+def test_the_value_that_came_with_a_wait_answers_the_get() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    assert table.under_way[1].op.limit == VALUE_BYTES
+    table.answer(1, b"v")
+    assert table.hears("a") == [b"v"]  # the codec makes the same byte of every answer to a wait
+    table.ask("a", ops.Peek(0, K))
+    assert (table.sends(), table.hears("a")) == ([], [b"v"])
+    table.ask("a", ops.Peek(0, K))
+    assert table.sends() == [("Peek", K)]  # it was for one
+
+
+@pytest.mark.parametrize(
+    "between", [ops.Ping(1), ops.Set(0, N, b""), ops.Peek(0, N), ops.Drop(0, 0), ops.Await(0, N), ops.Arrive(0, N, 1)]
+)
+def test_anything_else_discards_the_value(between: ops.Op) -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    table.answer(1, b"v")
+    table.ask("a", between, ops.Peek(0, K))
+    assert table.sends()[-1] == ("Peek", K)
+
+
+@pytest.mark.parametrize("answer", [None, True])
+def test_a_wait_without_a_value_leaves_the_get_to_the_server(answer: bool | None) -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    table.answer(1, answer)
+    table.ask("a", ops.Peek(0, K))
+    assert table.sends()[-1] == ("Peek", K)
+
+
+def test_a_write_behind_a_wait_that_gathers_is_not_held_back() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    table.ask("b", ops.Await(0, K))
+    assert table.sends() == []
+    table.ask("b", ops.Set(0, K, b"v"), ops.Peek(0, N))  # nobody else might ever set it
+    assert table.sends() == [("Await", K), ("Set", K, b"v"), ("Peek", N)]
+    table.answer(4, b"n")
+    table.answer(3, None)
+    assert table.hears("b") == [None, b"n"]
+    table.answer(2, b"v")
+    assert table.hears("b") == [b"v"]
+
+
+def test_a_wait_that_hurries_leaves_the_others_a_request_of_their_own() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    table.ask("b", ops.Await(0, K))
+    table.ask("c", ops.Await(0, K))
+    table.ask("b", ops.Check(0, [N]))
+    table.sends()
+    table.answer(1, b"v")
+    table.sends()
+    numbers = [request.op for request in table.under_way.values()]
+    assert len({id(op) for op in numbers}) == len(numbers)  # a record has one number
+
+
+def test_a_new_wait_takes_the_place_of_the_old() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    table.ask("a", ops.Wait(0, [K, N], ops.MAX_WAIT_S))
+    assert table.sends() == [("Drop", 1), ("Wait", K, N)]
+    assert table.under_way[1].dropped
+    table.answer(3, None)
+    assert table.hears("a") == [None]
+
+
+def test_replies_keep_the_order_of_the_calls_but_for_waits() -> None:
+    table = Merged()
+    table.ask("a", ops.List(0, b""), ops.Await(0, K), ops.Peek(0, N))
+    table.sends()
+    table.answer(2, b"v")
+    assert table.hears("a") == []  # the list comes first
+    table.answer(3, b"n")
+    table.answer(1, [N])
+    assert table.hears("a") == [[N], b"v", b"n"]
+
+
+# Cancelling
+
+
+def test_a_wait_that_is_cancelled_is_given_up() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    table.ask("a", ops.Drop(0, 0))
+    assert table.hears("a") == [None]
+    assert table.sends() == [("Drop", 1)]
+
+
+def test_a_wait_that_others_want_is_left_and_not_given_up() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.ask("b", ops.Await(0, K))
+    table.sends()
+    table.ask("a", ops.Drop(0, 0))
+    assert (table.hears("a"), table.sends()) == ([None], [])
+    table.answer(1, b"v")
+    assert (table.hears("a"), table.hears("b")) == ([], [b"v"])
+
+
+def test_those_who_gather_behind_a_wait_that_is_given_up_ask() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.sends()
+    table.ask("b", ops.Await(0, K))
+    table.ask("a", ops.Drop(0, 0))
+    assert table.sends() == [("Drop", 1), ("Await", K)]
+
+
+def test_a_wait_that_was_not_sent_is_not_sent_any_more() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K), ops.Drop(0, 0))
+    assert (table.hears("a"), table.sends()) == ([None], [])
+    table.ask("b", ops.Await(0, K))
+    assert table.sends() == [("Await", K)]
+
+
+def test_a_cancellation_without_a_wait_is_answered() -> None:
+    table = Merged()
+    table.ask("a", ops.Drop(0, 0))
+    assert (table.hears("a"), table.sends()) == ([None], [])
+
+
+# Turns
+
+
+def test_a_turn_is_the_first_ones_and_the_others_ask_again() -> None:
+    table = Merged()
+    for client in "abc":
+        table.ask(client, ops.Await(0, Q))
+    assert table.sends() == [("Await", Q)]
+    table.answer(1, True)
+    assert [table.hears(client) for client in "abc"] == [[True], [], []]
+    assert table.sends() == [("Await", Q), ("Await", Q)]  # each for itself
+    table.ask("a", ops.Draw(0, Q))
+    assert table.sends() == [("Draw", Q, 1)]
+    table.answer(4, Drawn(1, b"item"))
+    assert table.hears("a") == [Drawn(1, b"item")]
+    table.ask("a", ops.Await(0, Q))
+    assert table.sends() == [("Await", Q)]  # it is known as a queue
+    table.answer(2, None)  # it is a key now
+    for client in "ab":
+        table.ask(client, ops.Drop(0, 0), ops.Await(0, Q))
+    assert table.sends().count(("Await", Q)) == 1
+
+
+def test_those_who_gathered_for_a_turn_ask_each_for_themselves() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, Q))
+    table.sends()
+    table.ask("b", ops.Await(0, Q))
+    table.ask("c", ops.Await(0, Q))
+    table.answer(1, True)
+    assert table.sends() == [("Await", Q), ("Await", Q)]
+
+
+@pytest.mark.parametrize("other", [ops.Ping(1), ops.Peek(0, Q), ops.Set(0, K, b""), ops.Drop(0, 0), ops.Await(0, K)])
+def test_any_other_call_ends_a_turn(other: ops.Op) -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, Q))
+    table.sends()
+    table.answer(1, True)
+    table.ask("a", other)
+    assert table.sends()[0] == ("Drop", 1)
+
+
+def test_a_draw_that_was_sent_behind_its_wait_goes_by_its_turn() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, Q), ops.Draw(0, Q))
+    assert table.sends() == [("Await", Q), ("Draw", Q, 1)]
+
+
+def test_a_draw_without_a_turn_has_none() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, Q))
+    table.ask("b", ops.Await(0, Q), ops.Draw(0, Q))
+    assert table.sends() == [("Await", Q), ("Draw", Q, 0)]
+
+
+# Clients that go
+
+
+def test_what_a_client_that_goes_waits_for_is_given_up() -> None:
+    for op in (ops.Await(0, K), ops.Wait(0, [K, N], 1.0), ops.Arrive(0, N, 3)):
+        table = Merged()
+        table.ask("a", op)
+        table.sends()
+        table.clients["a"].end()
+        assert table.sends() == [("Drop", 1)]
+
+
+def test_the_turn_of_a_client_that_goes_is_given_up() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, Q))
+    table.sends()
+    table.answer(1, True)
+    table.hears("a")
+    table.clients["a"].end()
+    assert table.sends() == [("Drop", 1)]
+
+
+def test_an_item_on_its_way_to_a_client_that_goes_is_given_back() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, Q))
+    table.sends()
+    table.answer(1, True)
+    table.ask("a", ops.Draw(0, Q))
+    table.sends()
+    table.clients["a"].end()
+    # The turn, too: if the connection is cut, nobody repeats the draw that would have ended it.
+    assert table.sends() == [("Drop", 2), ("Drop", 1)]
+
+
+def test_an_item_that_came_and_was_not_delivered_is_given_back() -> None:
+    table = Merged()
+    table.ask("a", ops.Peek(0, K), ops.Draw(0, Q))
+    table.sends()
+    table.answer(2, Drawn(1, b"item"))
+    assert table.hears("a") == []
+    table.clients["a"].end()
+    assert table.sends() == [("Drop", 2)]
+
+
+def test_an_item_that_was_delivered_is_not_given_back() -> None:
+    table = Merged()
+    table.ask("a", ops.Draw(0, Q))
+    table.sends()
+    table.answer(1, Drawn(1, b"item"))
+    assert table.hears("a") == [Drawn(1, b"item")]
+    table.clients["a"].end()
+    assert table.sends() == []
+
+
+def test_a_draw_that_was_not_sent_is_not_and_its_turn_ends() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, Q))
+    table.sends()
+    table.answer(1, True)
+    table.ask("a", ops.Draw(0, Q))
+    table.clients["a"].end()
+    assert table.sends() == [("Drop", 1)]
+
+
+def test_what_a_client_that_goes_has_written_is_carried_out() -> None:
+    table = Merged()
+    table.ask("b", ops.Add(0, N, 1))
+    table.ask("c", ops.Peek(0, K))
+    table.sends()
+    table.ask("a", ops.Add(0, N, 2), ops.Set(0, K, b"1"), ops.Peek(0, K), ops.Delete(0, K), ops.Draw(0, Q))
+    table.clients["a"].end()
+    table.answer(1, 1)
+    assert table.sends() == [("Add", N, 2), ("Set", K, b"1"), ("Delete", K)]
+    for number, answer in ((3, 3), (4, None), (5, 1)):
+        table.answer(number, answer)
+    assert table.hears("a") == []
+
+
+def test_a_client_that_goes_leaves_what_others_wait_for() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K))
+    table.ask("b", ops.Await(0, K))
+    table.ask("c", ops.Add(0, N, 1))
+    table.ask("a", ops.Add(0, N, 2))
+    table.sends()
+    table.clients["a"].end()
+    assert table.sends() == []
+    table.answer(1, b"v")
+    table.answer(2, 3)
+    assert (table.hears("b"), table.hears("c")) == ([b"v"], [1])
+
+
+# Order and limits
+
+
+def test_a_ping_waits_for_the_writes_before_it_and_for_nothing_else() -> None:
+    table = Merged()
+    table.ask("a", ops.Ping(1))
+    assert (table.hears("a"), table.sends()) == ([None], [])
+    table.ask("a", ops.Set(0, K, b"1"), ops.Ping(2))
+    assert table.sends() == [("Set", K, b"1")]
+    assert table.hears("a") == []
+    table.answer(1, None)
+    assert table.hears("a") == [None, None]
+    table.ask("a", ops.Await(0, K), ops.Ping(3))
+    assert table.hears("a") == [None]
+
+
+def test_a_set_that_fails_says_so_to_its_own_client() -> None:
+    table = Merged()
+    table.ask("a", ops.Set(0, K, b"1"))
+    table.ask("b", ops.Set(0, K, b"2"))
+    table.sends()
+    error = StoreFull(key="k", size=2, limit=1)
+    table.answer(1, error)
+    table.answer(2, None)
+    assert (table.hears("a"), table.hears("b")) == ([error], [None])
+
+
+def test_a_client_may_ask_so_much_before_it_is_answered() -> None:
+    table = Merged()
+    client = table.clients["a"]
+    table.ask("a", *[ops.Set(0, K, b"") for _ in range(MAX_CALLS - 1)])
+    assert not client.full
+    table.ask("a", ops.Set(0, K, b""))
+    assert client.full and not client.eased
+    table.sends()
+    for number in range(1, MAX_CALLS // 2 + 1):
+        table.answer(number, None)
+    table.hears("a")
+    assert client.eased and client.bytes == 10 * MAX_CALLS // 2
+
+
+def test_a_client_may_ask_so_many_bytes_before_it_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_client, "MAX_CALL_BYTES", 30)
+    table = Merged()
+    table.ask("a", ops.Set(0, K, b""), ops.Set(0, K, b""))
+    assert not table.clients["a"].full
+    table.ask("a", ops.Set(0, K, b""))
+    assert table.clients["a"].full
+
+
+def test_answers_that_may_be_large_are_asked_for_a_few_at_a_time() -> None:
+    table = Merged()
+    keys = [b"/%d" % each for each in range(MAX_LARGE + 2)]
+    table.ask("a", *[ops.Peek(0, key) for key in keys], ops.Set(0, K, b""))
+    assert table.sends() == [("Peek", key) for key in keys[:MAX_LARGE]]
+    table.answer(1, b"v")
+    assert table.hears("a") == [b"v"]
+    assert table.sends() == [("Peek", keys[MAX_LARGE])]
+    table.clients["a"].paused = True  # it does not take its replies
+    table.answer(2, b"v")
+    table.hears("a")
+    assert table.sends() == [] and table.clients["a"].held_back
+    table.clients["a"].paused = False
+    table.clients["a"].go_on()
+    assert table.sends() == [("Peek", keys[-1]), ("Set", K, b"")]
+
+
+def test_a_client_says_what_it_waits_for() -> None:
+    table = Merged()
+    client = table.clients["a"]
+    assert client.waits_for == ()
+    table.ask("a", ops.Wait(0, [K, N], 1.0))
+    assert client.waits_for == (K, N)
+    table.ask("a", ops.Await(0, K))
+    assert client.waits_for == (K,)
+    table.sends()
+    table.answer(1, b"v")
+    assert client.waits_for == ()
