@@ -115,13 +115,13 @@ async def test_a_client_that_does_not_read_stops_its_own_channel() -> None:
             assert await quick.reader.readexactly(5) == b"quick"
         assert said < len(answer)
         assert WINDOW // 2 < relay._held <= WINDOW + 65_536, "and what the transport takes as a matter of course"
-        got = b""
-        while len(got) < len(answer):
-            got += await slow.reader.read(MIB)
+        reading = asyncio.ensure_future(slow.reader.readexactly(len(answer)))
+        while said < len(answer):
+            await server.until(lambda: WINDOW + server.link.credit[1] > said)  # noqa: B023
             given = min(WINDOW + server.link.credit[1], len(answer))
-            if said < given:
-                server.link.says(1, answer[said:given])
-                said = given
+            server.link.says(1, answer[said:given])
+            said = given
+        got = await reading
         assert got == answer
         assert not relay._held
         slow.close()
