@@ -94,7 +94,7 @@ LARGE: dict[str, tuple[int, str]] = {
         430,
         "writing and reading, side by side: each section must match its counterpart",
     ),
-    "src/rallypoint/server/server.py": (385, "the state, its log and its connections: what each brings to the others"),
+    "src/rallypoint/server/server.py": (395, "the state, its log and its connections: what each brings to the others"),
     "src/rallypoint/server/native_connection.py": (395, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/server/c10d_connection.py": (365, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/store/wire.py": (

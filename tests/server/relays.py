@@ -50,6 +50,15 @@ class Client:
         assert self.credit >= 0, "the server has given no credit"
         self._relay.says(channels.data_frames(self.number, data))
 
+    async def streams(self, data: bytes) -> None:
+        """Send bytes as the server gives credit for them."""
+        while data:
+            if self.credit:
+                data, piece = data[self.credit :], data[: self.credit]
+                self.says(piece)
+            else:
+                await self._relay.reads()
+
     def asks(self, *requests: ops.Op) -> None:
         self.says(b"".join(map(frame, requests)))
 
@@ -155,8 +164,8 @@ class Relay(Line):
             self.clients[one.channel].takes(one)
 
     def says(self, data: bytes) -> None:
-        """Send, as soon as the server reads."""
-        if self.stopped:
+        """Send, as soon as the server reads, in order."""
+        if self.stopped or self._late:
             self._late += data
         else:
             super().says(data)
@@ -173,6 +182,6 @@ class Relay(Line):
             asyncio.get_running_loop().call_soon(self._say_late)
 
     def _say_late(self) -> None:
-        late, self._late = self._late, b""
-        if not self.closing:
+        if not self.stopped and not self.closing:
+            late, self._late = self._late, b""
             self.says(late)

@@ -251,7 +251,7 @@ class Connection(asyncio.Protocol):
             self._transport.write(channels.ACCEPTED)
             self.handler = handler
             data = data[len(channels.PREFACE) :]
-        elif PREFACE.startswith(data) or channels.PREFACE.startswith(data):  # may become ours, or PyTorch's
+        elif len(data) < len(PREFACE) and any(one.startswith(data) for one in (PREFACE, channels.PREFACE)):
             self._early = data
             return b""
         elif data[0] == 0:

@@ -6,7 +6,8 @@ would end its session: it tries again, and keeps it.
 
 A client may choose the id of its session. Whether its welcome was lost or it is new, the same hello then opens the
 session once, so its requests may follow without waiting for the welcome. Hellos that open one id are dealt with one
-after the other: the end of an earlier connection must not be logged behind the hello of a later one.
+after the other: the end of an earlier connection must not be logged behind the hello of a later one. An id whose
+session has ended is not opened again, for what its client asked then would be carried out twice.
 
 A hello that names the round of a run enters that round's namespace, and the first one creates it. Rejected: a request
 that creates it; every client would need another round trip, and a hello could come too early.
@@ -17,7 +18,7 @@ from __future__ import annotations
 import secrets
 from typing import TYPE_CHECKING
 
-from rallypoint.core.entries import Attach, Open
+from rallypoint.core.entries import Attach, End, Open
 from rallypoint.core.records import Status
 from rallypoint.core.session import Session
 from rallypoint.core.state import Namespace
@@ -34,6 +35,8 @@ __all__ = ["SESSION_BYTES", "Greeting", "give_back"]
 
 SESSION_BYTES = 16
 """How long the id of a session is; it is a secret, so one that a client chooses must not be shorter."""
+
+ENDED = "unknown session: it has ended"
 
 
 def give_back(server: StoreServer, session: Session) -> None:
@@ -96,6 +99,8 @@ class Greeting:
             return
         if session is not None and hello.attempt < session.attempt:
             self._refuse("a later connection carries the session")
+        elif session is None and hello.session in server.ended:
+            self._refuse(ENDED)
         elif not hello.session:
             server.submit(self._opening(secrets.token_bytes(SESSION_BYTES)), self._opened, self._refuse)
         elif not hello.opens:
@@ -133,6 +138,10 @@ class Greeting:
         self._resume(answer)
 
     def _opened_chosen(self, answer: Session | str) -> None:
+        if isinstance(answer, Session) and self._resuming not in (None, answer):  # it ended meanwhile
+            give_back(self._server, answer)
+            self._server.submit(End(answer.serial))
+            answer = ENDED
         self._opened(answer)
         self._next()
 
@@ -162,7 +171,7 @@ class Greeting:
         self._connection.close()
 
     def _refuse(self, why: object) -> None:
-        self._handler.greeting_over()
+        self._handler.greeting_over(refused=self._hello.opens)
         self._connection.send(frame((0, Status.REFUSED, (self._server.state.identity, str(why)))))
 
     def _welcome(self, session: Session) -> None:

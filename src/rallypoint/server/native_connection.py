@@ -61,7 +61,8 @@ class NativeConnection:
 
     __slots__ = (
         "_backlog", "_connection", "_crowded", "_engine", "_frames", "_greeting", "_halted", "_lists", "_namespace",
-        "_parked", "_parked_bytes", "_pending", "_queued", "_resending", "_resent", "_server", "held", "session"
+        "_parked", "_parked_bytes", "_pending", "_queued", "_refused", "_resending", "_resent", "_server", "held",
+        "session"
     )  # fmt: skip
 
     def __init__(self, server: StoreServer, connection: Carrier, namespace: Namespace) -> None:
@@ -73,6 +74,7 @@ class NativeConnection:
         self._frames = Frames(server.settings.max_connection_memory)
         self._backlog: deque[bytes] = deque()
         self._greeting: Greeting | None = None  # the one that is under way
+        self._refused = False  # whether what follows is ignored, for it was asked behind a hello that was refused
         self._lists = 0  # how many long lists are under way
         self._crowded = False  # whether the next request waits for room in the queue of the log
         self._halted = False  # whether requests wait: for the greeting, for lists, or for the queue
@@ -150,6 +152,8 @@ class NativeConnection:
 
     def _request(self, payload: bytes) -> bytes | SharedReply:
         session = self.session
+        if session is None and self._refused:
+            return b""
         if session is None:
             self._halted = True
             self._greeting = Greeting(self._server, self._connection, self._namespace.id, self)
@@ -365,12 +369,14 @@ class NativeConnection:
         self._go_on()
 
     def session_ended(self) -> None:
-        """Hang up, for the session has ended with its round."""
-        self._connection.close()
+        """Hang up, for the session has ended with its round; a greeting that is under way is answered."""
+        if self.session is not None:
+            self._connection.close()
 
-    def greeting_over(self) -> None:
-        """Note that there is a session, or the reason why not."""
+    def greeting_over(self, refused: bool = False) -> None:
+        """Note that there is a session, or, where it was `refused`, that the requests behind the hello are void."""
         self._greeting = None
+        self._refused = refused
         self._halt()
 
     def _resend(self) -> bytes:

@@ -48,6 +48,9 @@ FREEZE_KEYS = 50_000
 MAX_REFUSALS = 1024
 """How many requests of one session are remembered that found the disk full."""
 
+MAX_ENDED = 16_384
+"""How many ids of sessions that ended are remembered."""
+
 RETRY_S = 0.5
 """How long to wait, while the disk is full, before entries are tried again that nobody waits for."""
 
@@ -78,6 +81,9 @@ class StoreServer(ServerBase):
 
         self.openings: dict[bytes, list[Callable[[], None]]] = {}
         """Sessions with ids that clients chose and that are being opened: who wants the same one next."""
+
+        self.ended: dict[bytes, None] = {}
+        """The ids of the last sessions that ended: a hello that comes late must not open them again."""
 
         self._starting: asyncio.Future[None] | None = None
         self._visitors = 0
@@ -261,6 +267,9 @@ class StoreServer(ServerBase):
             if session.serial not in self.state.sessions:
                 self.refusals.pop(session.serial, None)
                 self.clock.forget(session, waits)
+                self.ended[session.id] = None
+                if len(self.ended) > MAX_ENDED:
+                    del self.ended[next(iter(self.ended))]
                 if session.link is not None:
                     session.link.session_ended()
         for namespace in self.state.namespaces.values():
