@@ -146,6 +146,12 @@ class ServerBase:
         """Open the port of a run's round; call `done` with it, or with why there is none."""
         raise NotImplementedError
 
+    def open_round_at(
+        self, port: int, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]
+    ) -> None:
+        """Open the port of a run's round, this one where that can be had; a server picks its own."""
+        self.open_round(name, scope, number, done)
+
     def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
         """Close the port of a run's round, unless it is of a later scope; call `done` with whether there was one."""
         raise NotImplementedError

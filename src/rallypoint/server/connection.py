@@ -27,11 +27,9 @@ COUNTED_BYTES = 4096
 
 _SPEAKS = {
     "NoneType": "nothing yet",
-    "NativeConnection": "rallypoint",
     "MultiplexedConnection": "rallypoint channels",
-    "GatewayCaller": "rallypoint",
-    "C10dConnection": "torch",
-    "GatewayConversation": "torch",
+    **dict.fromkeys(("NativeConnection", "GatewayCaller", "NativeForward"), "rallypoint"),
+    **dict.fromkeys(("C10dConnection", "GatewayConversation", "TorchRelayConnection"), "torch"),
 }
 
 
@@ -225,7 +223,7 @@ class Connection(asyncio.Protocol):
 
     def who(self) -> str:
         address = self._transport.get_extra_info("peername")
-        return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address)
+        return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else str(address or "unix socket")
 
     def greeted(self) -> bool:
         """Say whether the peer has said who it is, to the end."""

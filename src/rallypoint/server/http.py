@@ -3,8 +3,8 @@
 `GET /healthz` answers "ok" while the server serves, and tells where its disk is full. `GET /about` tells which server
 this is and `GET /statistics` what it holds and who is here, both as JSON. `GET /` is a plain page that says what this
 is, what it holds and who is here, as far as a person reads. `PUT /doors/RUN/SCOPE?round=N` opens the port of a round
-(`server/rounds.py`) and answers its number, and `DELETE /doors/RUN/SCOPE` closes it, if it is not that of a later
-round; without the scope, whichever it is.
+(`server/rounds.py`) and answers its number; a relay takes the one in `&port=P` if that is free. `DELETE
+/doors/RUN/SCOPE` closes it, if it is not that of a later round; without the scope, whichever it is.
 """
 
 from __future__ import annotations
@@ -143,8 +143,12 @@ class HttpHandler:
         if scope is None or method == b"DELETE":
             self._server.close_round(name, scope, lambda closed: self._later(_json({"closed": closed})))
         else:
-            number = _number(urllib.parse.parse_qs(query).get(b"round", [b""])[0])
-            self._server.open_round(name, scope, number, lambda answer: self._later(_opened(answer)))
+            asked = urllib.parse.parse_qs(query)
+            number, port = (_number(asked.get(what, [b""])[0]) for what in (b"round", b"port"))
+            if port is not None and port > 65535:
+                self._waiting = False
+                return 404, "text/plain", b"there is no such port\n"
+            self._server.open_round_at(port or 0, name, scope, number, lambda answer: self._later(_opened(answer)))
         if self._waiting:
             self._connection.stall()
         return None
