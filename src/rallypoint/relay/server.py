@@ -130,6 +130,7 @@ class RelayServer(ServerBase):
             "torch_clients": sum(session.clients for session in sessions),
             "requests_asked": sum(session.asked for session in sessions),
             "requests_sent": sum(session.sent for session in sessions),
+            "rounds": len(self.rounds.sessions),
             "doors": self.rounds.statistics(),
         }
 
