@@ -74,7 +74,7 @@ class Request:
         """Its number in the session, once it is sent."""
 
         self.dropped = False
-        """Whether it was given up: its answer, if there is one, must not be confirmed before the `Drop` is sent."""
+        """Whether it was given up, and a `Drop` queued for it."""
 
         self.target: Request | None = None
         self.turn: Request | None = None

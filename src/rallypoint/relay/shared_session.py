@@ -1,9 +1,9 @@
 """The requests of a session that many PyTorch clients share: merged, numbered, sent in order, answered. Pure.
 
 `relay/merging.py` says what is asked, `protocol/client.py` numbers it and knows what to repeat after a cut. What a
-client that has gone no longer wants is given up by a `Drop`. Until that is sent, the answer of what it gives up is not
-settled, for the confirmation of an answer would make an item of a queue this session's for good. In the same way an
-item is settled when it is handed to its client's connection, and not when it arrives.
+client that has gone no longer wants is given up by a `Drop`. An item of a queue is settled when it is handed to its
+client's connection, and not when it arrives: the confirmation would make it this session's for good, and it may have to
+go back.
 
 At most `MAX_UNDER_WAY` requests are unanswered, waits apart. The rest is queued here, where it can still be merged.
 
@@ -68,7 +68,7 @@ class SharedSession:
     def take(self, reply: Reply) -> list[TorchClient]:
         """Take an answer; return the clients who may have a reply by it. Raises BadMessage."""
         request = self._under_way.get(reply.number)
-        if request is None or request.dropped:  # it came before, or was given up
+        if request is None:  # it came before, or was given up
             return []
         answer: Any = reply.result
         draws = isinstance(request.op, ops.Draw)

@@ -1,0 +1,127 @@
+"""A session that many clients share, against a real server: whose an item of a queue is, and what is repeated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.core.fakes import items_of, value_of
+
+from rallypoint.core import ops
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.client import CONFIRM_EVERY, Reply
+from rallypoint.relay import shared_session
+from rallypoint.relay.torch_client import TorchClient
+
+from .lossy import World
+
+Q, N = b"/q", b"/n"
+
+
+class Shared:
+    """One relay with two clients, whose line is in the hands of the test."""
+
+    def __init__(self) -> None:
+        self.world = World(0, relays=1)
+        (self.relay,) = self.world.relays
+        self.world.run_until_quiet()
+        self.shared = self.relay.shared
+        self.a, self.b = TorchClient(self.shared.merger), TorchClient(self.shared.merger)
+        self.world.direct(ops.Push(0, Q, b"item"))
+
+    def exchange(self) -> list[Reply]:
+        """Send what is to be sent; return what is answered, for the test to take."""
+        self.relay._line.receive(self.shared.send(1 << 20))
+        data, self.relay._down = self.relay._down, b""
+        return self.shared.core.receive(data)
+
+    def take(self, replies: list[Reply]) -> None:
+        for reply in replies:
+            self.shared.take(reply)
+
+    def hears(self, client: TorchClient) -> list[Any]:
+        heard = []
+        while (call := client.next_reply()) is not None:
+            if call.op.__class__ is ops.Draw:
+                self.shared.delivered(call.request)
+            heard.append(call.answer)
+        return heard
+
+    def confirm_much(self) -> None:
+        """Let another client ask so much that the relay has to confirm."""
+        for _ in range(2 * CONFIRM_EVERY):
+            self.b.ask(ops.Set(0, N, b""), 1)
+            self.take(self.exchange())
+
+    @property
+    def items(self) -> list[bytes]:
+        return items_of(self.world.engine, Q)
+
+
+def test_an_item_that_was_not_delivered_is_not_confirmed() -> None:
+    table = Shared()
+    table.a.ask(ops.Draw(0, Q), 1)
+    table.take(table.exchange())
+    table.confirm_much()
+    table.a.end()
+    table.exchange()
+    assert table.items == [b"item"]
+
+
+def test_an_item_that_was_delivered_is_confirmed_at_once() -> None:
+    table = Shared()
+    table.a.ask(ops.Draw(0, Q), 1)
+    table.take(table.exchange())
+    assert [drawn.item for drawn in table.hears(table.a)] == [b"item"]
+    table.exchange()
+    (session,) = table.world.server.state.sessions.values()
+    assert not session.taken
+    session.end()
+    assert table.items == []
+
+
+def test_the_answer_of_what_is_about_to_be_given_up_is_not_confirmed() -> None:
+    table = Shared()
+    table.a.ask(ops.Draw(0, Q), 1)
+    replies = table.exchange()
+    table.b.ask(ops.Set(0, N, b"1"), 1)  # which goes before the `Drop`, and would bring a confirmation with it
+    table.a.end()
+    table.take(replies)
+    table.exchange()
+    assert table.items == [b"item"]
+
+
+def test_what_was_answered_is_not_delivered_again_after_a_cut() -> None:
+    table = Shared()
+    table.a.ask(ops.Draw(0, Q), 1)
+    table.a.ask(ops.Add(0, N, 1), 1)
+    replies = table.exchange()
+    table.take(replies)
+    table.relay.cut()
+    table.world.run_until_quiet()  # the item is still unconfirmed, so the server says it again
+    table.take(replies)
+    heard = table.hears(table.a)
+    assert [heard[0].item, heard[1]] == [b"item", 1] and len(heard) == 2
+    assert value_of(table.world.engine, N) == b"1"
+
+
+def test_no_more_is_under_way_than_the_server_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_session, "MAX_UNDER_WAY", 10)
+    table = Shared()
+    table.b.ask(ops.Await(0, b"/never"), 1)  # waits do not count
+    for _ in range(25):
+        table.a.ask(ops.Append(0, N, b"."), 1)
+    for done in (10, 20, 25):
+        replies = table.exchange()
+        assert value_of(table.world.engine, N) == b"." * done
+        assert table.exchange() == []
+        table.take(replies)
+    assert len(table.hears(table.a)) == 25
+
+
+def test_an_item_that_is_none_is_a_malformed_reply() -> None:
+    table = Shared()
+    table.a.ask(ops.Draw(0, Q), 1)
+    (reply,) = table.exchange()
+    with pytest.raises(BadMessage, match="not an item of a queue: 7"):
+        table.shared.take(Reply(reply.number, 0, 7))
