@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from tests.cutter import Cutter
 from tests.relay.relays import RelayThread, get, relay_process
-from tests.wire import AMPLE_S, Peer, until
+from tests.wire import AMPLE_S, Peer, Serving, until
 
 import rallypoint
 from rallypoint import aio, net
@@ -29,6 +29,7 @@ from rallypoint.relay import rounds
 from rallypoint.server.doors import TooLate, TooMany
 
 MIB = 1024 * 1024
+LONG_S = 1000.0
 
 
 @pytest.fixture
@@ -48,9 +49,10 @@ def connect(*ports: int) -> rallypoint.Store:
     return rallypoint.connect(f"tcp://{addresses}/{random.getrandbits(64):x}", timeout=AMPLE_S)
 
 
-def told(server: rallypoint.Server) -> Any:
-    """What the server's statistics say."""
-    return json.loads(get(("127.0.0.1", server.port), "/statistics"))
+def told(server: rallypoint.Server | int) -> Any:
+    """What the statistics say of a server, or of the one at a port."""
+    port = server if isinstance(server, int) else server.port
+    return json.loads(get(("127.0.0.1", port), "/statistics"))
 
 
 def in_threads(*works: Callable[[], object]) -> None:
@@ -82,8 +84,13 @@ def test_native_clients_share_one_connection(server: rallypoint.Server, relay: R
         assert relay.statistics()["channels"] == 2
         assert len(told(server)["sessions"]) == 2
         assert one.add("n", 2) == 2 and other.add("n", 3) == 3, "each has a prefix of its own"
-    until(lambda: len(told(server)["sessions"]), lambda count: count == 0)  # their goodbyes were passed on
     until(lambda: relay.statistics()["channels"], lambda count: count == 0)
+
+
+def test_a_client_that_says_goodbye_leaves_no_session_behind(tmp_path: Path) -> None:
+    with Serving(tmp_path, grace_s=LONG_S) as server, RelayThread(server.address[1]) as relay:
+        connect(relay.connected().port).close()
+        until(lambda: len(told(server.address[1])["sessions"]), lambda count: count == 0)
 
 
 def test_large_values_pass(relay: RelayThread) -> None:
@@ -405,11 +412,13 @@ def test_unix_sockets(server: rallypoint.Server, tmp_path: Path) -> None:
         relay.close_round("unix")
 
 
-def test_the_end_of_a_relay_ends_its_clients_and_its_session(server: rallypoint.Server) -> None:
-    with RelayThread(server.port) as relay:
-        peer = relay.connected().peer()
-        peer.set(b"/key", b"value")
-        until(lambda: len(told(server)["sessions"]), lambda count: count == 1)
-    assert peer.rest() == b""
-    peer.close()
-    until(lambda: len(told(server)["sessions"]), lambda count: count == 0)
+def test_the_end_of_a_relay_ends_its_clients_and_its_session(tmp_path: Path) -> None:
+    with Serving(tmp_path, grace_s=LONG_S) as server:
+        port = server.address[1]
+        with RelayThread(port) as relay:
+            peer = relay.connected().peer()
+            peer.set(b"/key", b"value")
+            assert len(told(port)["sessions"]) == 1
+        assert peer.rest() == b""
+        peer.close()
+        until(lambda: len(told(port)["sessions"]), lambda count: count == 0)

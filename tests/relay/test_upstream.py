@@ -277,6 +277,17 @@ async def test_a_lost_connection_ends_every_channel_once() -> None:
 
 
 @in_loop
+async def test_a_server_whose_host_is_gone_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rallypoint.liveness.VANISHED_S", 0.3)
+    async with connected() as (up, server):
+        owner = Owner(up)
+        monkeypatch.setattr("rallypoint.liveness.silence_s", lambda sock: 7.0)
+        await owner.until(lambda: owner.ends)
+        assert owner.ends == ["nothing was received for 7.0 s; its host is gone, or the network between"]
+        await is_connected(up, times=2)
+
+
+@in_loop
 async def test_close_ends_what_is_there_and_connects_no_more() -> None:
     async with connected() as (up, server):
         owner = Owner(up)
