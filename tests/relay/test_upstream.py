@@ -279,7 +279,7 @@ async def test_a_lost_connection_ends_every_channel_once() -> None:
 @in_loop
 async def test_a_server_whose_host_is_gone_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rallypoint.liveness.VANISHED_S", 0.3)
-    async with connected() as (up, server):
+    async with connected() as (up, _):
         owner = Owner(up)
         monkeypatch.setattr("rallypoint.liveness.silence_s", lambda sock: 7.0)
         await owner.until(lambda: owner.ends)
