@@ -142,13 +142,12 @@ class Session:
         self.link: Any = None
         """The host's connection that carries the session now, or None."""
 
-        self.attempt = 0
-        """The number of the hello by which it came; the host's own, as `link` is."""
+        self.attempt = 0  # of the hello by which it came; the host's own, as `link` is
 
         self.late = False
         """Whether this client may be overdue: looked into whenever more is kept for it."""
 
-        self.highest = 0
+        self.highest = self.pushed = 0
         self.kept: dict[int, tuple[Any, int]] = {}
         """Answers that are not confirmed, each with the size that it is counted with."""
 
@@ -158,7 +157,6 @@ class Session:
         self.suspended: dict[int, None] = {}
         self.taken: dict[int, tuple[bytes, bytes]] = {}
         self.pushes: deque[Push] = deque()
-        self.pushed = 0
         self.ttls: dict[bytes, tuple[float, int]] = {}
         """The leased keys that end without heartbeats: after how many seconds, and the number of their `Lease`."""
 

@@ -44,7 +44,7 @@ from rallypoint.core.records import LATER
 from rallypoint.core.session import ReplyBudget, Session
 from rallypoint.core.visitor import Visitor
 
-__all__ = ["MACHINES", "MAX_RESTARTS", "SLICE_KEYS", "Limits", "Namespace", "OtherVersion", "State"]
+__all__ = ["MACHINES", "MAX_RESTARTS", "SLICE_KEYS", "UNKNOWN_SESSION", "Limits", "Namespace", "OtherVersion", "State"]
 
 SLICE_KEYS = 1000
 """How many keys are deleted at a time: some milliseconds' worth."""
@@ -57,6 +57,10 @@ MACHINES: dict[str, type[Machine]] = {
     for machine in (barrier.Barrier, exchange.Exchange, lock.Lock, roster.Roster, rendezvous.Rendezvous)
 }
 """The kinds of shared objects, by name."""
+
+
+UNKNOWN_SESSION = "unknown session: expired, or created by another server"
+"""Why a client cannot resume."""
 
 
 class OtherVersion(ValueError):
@@ -245,7 +249,7 @@ class State:
     def _attach(self, entry: Attach) -> Session | str:
         session = self.sessions_by_id.get(entry.id)
         if session is None or session.namespace != entry.namespace or session.over:
-            return "unknown session: expired, or created by another server"
+            return UNKNOWN_SESSION
         session.attach(entry.pushes_seen)
         self.namespaces[session.namespace].objects.back(session.tag)
         return session

@@ -206,9 +206,7 @@ class Connection(asyncio.Protocol):
     def recount(self) -> None:
         """Count again what is held for the peer, where that changes without anything having come from it."""
         handler = self.handler
-        if handler is None or self._transport.is_closing():
-            return
-        if self._held or self.paused or handler.held > COUNTED_BYTES:
+        if handler is not None and not self.closing and (self._held or self.paused or handler.held > COUNTED_BYTES):
             self._hold(handler.held + self._unsent())
 
     def drop(self, why: str) -> None:

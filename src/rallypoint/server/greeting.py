@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from rallypoint.core.entries import Attach, End, Open
 from rallypoint.core.records import Status
 from rallypoint.core.session import Session
-from rallypoint.core.state import Namespace
+from rallypoint.core.state import UNKNOWN_SESSION, Namespace
 from rallypoint.errors import StoreError
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import GARBLED, VERSION, Hello, Welcome, decode_hello, frame
@@ -35,8 +35,6 @@ __all__ = ["SESSION_BYTES", "Greeting", "give_back"]
 
 SESSION_BYTES = 16
 """How long the id of a session is; it is a secret, so one that a client chooses must not be shorter."""
-
-ENDED = "unknown session: it has ended"
 
 
 def give_back(server: StoreServer, session: Session) -> None:
@@ -100,7 +98,7 @@ class Greeting:
         if session is not None and hello.attempt < session.attempt:
             self._refuse("a later connection carries the session")
         elif session is None and hello.session in server.ended:
-            self._refuse(ENDED)
+            self._refuse(UNKNOWN_SESSION)
         elif not hello.session:
             server.submit(self._opening(secrets.token_bytes(SESSION_BYTES)), self._opened, self._refuse)
         elif not hello.opens:
@@ -141,7 +139,7 @@ class Greeting:
         if isinstance(answer, Session) and self._resuming not in (None, answer):  # it ended meanwhile
             give_back(self._server, answer)
             self._server.submit(End(answer.serial))
-            answer = ENDED
+            answer = UNKNOWN_SESSION
         self._opened(answer)
         self._next()
 
