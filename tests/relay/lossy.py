@@ -92,7 +92,7 @@ class LossyRelay:
             if self._greeting:
                 self.shared.core.welcome(reply, "server")
                 self._greeting = False
-                self._up += self.shared.core.repeat(0.0)
+                self._up += self.shared.repeat(0.0)
             else:
                 touched.update(dict.fromkeys(self.shared.take(reply)))
         for client in touched:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.core.fakes import items_of, value_of
+from tests.core.fakes import items_of, value_of, waiting
 
 from rallypoint.core import ops
 from rallypoint.protocol import BadMessage
@@ -103,6 +103,21 @@ def test_what_was_answered_is_not_delivered_again_after_a_cut() -> None:
     heard = table.hears(table.a)
     assert [heard[0].item, heard[1]] == [b"item", 1] and len(heard) == 2
     assert value_of(table.world.engine, N) == b"1"
+
+
+def test_a_wait_whose_answer_crossed_its_repetition_is_not_left_behind() -> None:
+    table = Shared()
+    table.a.ask(ops.Wait(0, [N, b"/m"], ops.MAX_WAIT_S), 1)
+    assert table.exchange() == []
+    repetition = table.shared.repeat(0.0)
+    table.world.direct(ops.MultiSet(0, [(N, b"1"), (b"/m", b"1")]))
+    replies = table.exchange()
+    table.world.direct(ops.Delete(0, N))
+    table.relay._line.receive(repetition)
+    assert waiting(table.world.engine) == 1
+    table.take(replies)
+    table.exchange()
+    assert table.hears(table.a) == [None] and waiting(table.world.engine) == 0
 
 
 def test_no_more_is_under_way_than_the_server_keeps(monkeypatch: pytest.MonkeyPatch) -> None:

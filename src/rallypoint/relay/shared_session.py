@@ -38,6 +38,13 @@ class SharedSession:
         self._under_way: dict[int, Request] = {}
         self._undelivered: dict[Request, Reply] = {}  # items that no client has got yet
         self._owed = 0  # how many answers are due: those of waits are not
+        self.repeated_to = 0
+        """Requests of lower numbers were sent by an earlier channel, too."""
+
+    def repeat(self, now: float) -> bytes:
+        """Return, after a resumption, all requests that were not answered."""
+        self.repeated_to = self.core.number
+        return self.core.repeat(now)
 
     def send(self, room: int) -> bytes:
         """Return the requests to send next, about as many bytes of them as there is room for, and confirmations."""
@@ -77,6 +84,8 @@ class SharedSession:
         elif draws:
             answer = _drawn(reply)
         self._end(request)
+        if isinstance(request.op, ops.Wait) and reply.number < self.repeated_to:
+            self.merger.drop(request)  # the answer and the repetition may have crossed: then it waits again
         if draws:
             self._undelivered[request] = reply
         else:

@@ -94,7 +94,6 @@ class TorchSession:
         core = Client(net.caller_name(), session=secrets.token_bytes(16), namespace=self._namespace)
         self._shared = SharedSession(core, self._upstream.peer)
         self._welcomed = self._greeting = False
-        self._repeated_to = 0  # requests of lower numbers were sent by an earlier channel, too
         self._away_s = OPENING_S
 
     @property
@@ -201,7 +200,7 @@ class TorchSession:
                     if shared is not self._shared:
                         return
                 else:
-                    if reply.number >= self._repeated_to:
+                    if reply.number >= shared.repeated_to:
                         self._closed_in_a_row = 0
                     touched.update(dict.fromkeys(shared.take(reply)))
         except BadMessage as error:
@@ -246,8 +245,7 @@ class TorchSession:
         self._welcomed = True
         self._absence.over()
         assert self._channel is not None
-        self._repeated_to = self._shared.core.number
-        self._channel.write(self._shared.core.repeat(time.monotonic()))
+        self._channel.write(self._shared.repeat(time.monotonic()))
 
     def _flush(self) -> None:
         """Send requests, as many as may be under way."""
