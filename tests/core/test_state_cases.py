@@ -17,6 +17,7 @@ from rallypoint.core.entries import (
     Fire,
     GoOn,
     Lapse,
+    Open,
     OpenNamespace,
     Request,
     Start,
@@ -28,7 +29,7 @@ from rallypoint.core.machine import Done, Refused, Waiting
 from rallypoint.core.records import LATER, InternalError, TimedOut, Turn
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import fold, read, write
-from rallypoint.core.state import MAX_RESTARTS, Namespace, OtherVersion, State
+from rallypoint.core.state import MAX_RESTARTS, UNKNOWN_SESSION, Namespace, OtherVersion, State
 from rallypoint.errors import StoreFull
 
 from .fakes import items_of, value_of
@@ -371,3 +372,25 @@ def test_a_wait_that_was_answered_cannot_time_out() -> None:
     server.apply(TimeOut(1, 2))
     assert server.told() == [(1, 2, TimedOut((b"/q",)))]
     assert server.ask(1, ops.Take(2, b"/q", 9.0)) == TimedOut((b"/q",)), "and repeated, it has"
+
+
+def test_a_session_whose_client_chose_its_id_is_opened_once() -> None:
+    state = State()
+    state.apply(OpenNamespace("run", 1, None, 0))
+    session = state.apply(Open(b"i" * 16, "host", 0, []))
+    state.apply(Detach(session.serial))
+    assert state.apply(Open(b"i" * 16, "host", 0, [])) is session and session.attached
+    assert state.opened == len(state.sessions) == 1
+    refusal = state.apply(Open(b"i" * 16, "host", 1, []))
+    assert refusal == UNKNOWN_SESSION, "it is another namespace's"
+    session.execute(ops.Bye(1))
+    assert state.apply(Open(b"i" * 16, "host", 0, [])) == UNKNOWN_SESSION, "it is about to end"
+
+
+def test_a_namespace_without_a_port_gets_one_later() -> None:
+    state = State()
+    namespace = state.apply(OpenNamespace("run", 1, None, 0))
+    assert state.apply(OpenNamespace("run", 1, None, 29401)) is namespace and namespace.port == 29401
+    assert state.apply(OpenNamespace("run", 1, None, 29402)).port == 29401
+    restored = read(write(state)).namespace_of("run")
+    assert restored is not None and restored.port == 29401
