@@ -14,7 +14,7 @@ from tests.server.relays import Relay
 from tests.server.test_rounds import both, in_memory, opened
 
 from rallypoint import net
-from rallypoint.core import ops
+from rallypoint.core import exchange, ops
 from rallypoint.core.records import Status
 from rallypoint.protocol import channels
 from rallypoint.protocol.channels import CREDIT, DATA, MAX_CHUNK, WINDOW, data_frames, data_head
@@ -161,6 +161,58 @@ async def test_a_backlog_is_carried_out_in_turns(server: StoreServer, log: FakeL
     assert busy.received < count * 16_384 // 10, "before a tenth of the backlog was answered"
     assert [(await busy.reads())[0] for _ in range(count)] == list(range(1, count + 1))
     assert server.statistics()["bytes"] < 2 * MIB
+
+
+@both
+async def test_answers_that_came_one_by_one_stay_within_the_window(server: StoreServer, log: FakeLog | None) -> None:
+    await put(server, b"/k", b"v" * 50_000)
+    one = await relay(server)
+    mute = await one.greeted()
+    mute.credits = False
+    for number in range(1, 11):
+        mute.asks(ops.Peek(number, b"/k"))
+        await settle()
+        one.drain()
+    assert mute.window == 0 and len(mute.inbox) == WINDOW // 50_000
+    mute.grants(WINDOW)
+    numbers = [(await mute.reads())[0] for _ in range(10)]
+    assert numbers == list(range(1, 11))
+
+
+@both
+async def test_what_many_channels_are_to_get_counts_once(server: StoreServer, log: FakeLog | None) -> None:
+    one = await relay(server)
+    clients = [await one.greeted() for _ in range(8)]
+    for rank, client in enumerate(clients):
+        client.credits = False
+        give = exchange.Give(8, rank, b"v" * MIB if not rank else b"", "broadcast")
+        await client.streams(frame(ops.Act(1, b"/x", str(rank), 1, give, LONG_S)))
+    while any(client.window for client in clients):
+        await one.reads()
+    assert server.statistics()["bytes"] < 3 * MIB
+    for client in clients:
+        client.credits = True
+        client.grants(WINDOW)
+    assert [len((await client.reads())[2][1]) >= MIB for client in clients] == [True] * 8
+
+
+@both
+async def test_a_channel_is_closed_behind_what_was_written(server: StoreServer, log: FakeLog | None) -> None:
+    one, other = await relay(server), await relay(server)
+    client = one.client()
+    await client.greets(run="job", scope=1)
+    await client.streams(frame(ops.Set(1, b"/large", b"v" * MIB)))
+    await client.reads()
+    client.credits = False
+    client.asks(ops.Peek(2, b"/large"))
+    await settle()
+    await other.client().greets(run="job", scope=2)
+    one.drain()
+    assert client.closed is None, "there is more to come"
+    client.credits = True
+    client.grants(WINDOW)
+    assert (await client.reads())[2] == b"v" * MIB
+    assert await client.ends() == "", "and the round is over"
 
 
 @both
