@@ -462,8 +462,18 @@ def test_a_ping_waits_for_the_writes_before_it_and_for_nothing_else() -> None:
     assert table.hears("a") == []
     table.answer(1, None)
     assert table.hears("a") == [None, None]
-    table.ask("a", ops.Await(0, K), ops.Ping(3))
-    assert table.hears("a") == [None]
+
+
+def test_a_ping_behind_a_wait_comes_after_a_wait_that_is_over_at_once() -> None:
+    table = Merged()
+    table.ask("a", ops.Await(0, K), ops.Ping(7))
+    assert table.sends() == [("Await", K), ("Ping",)]
+    assert table.hears("a") == []
+    table.answer(2, None)
+    call = table.clients["a"].next_reply()
+    assert call is not None and call.op == ops.Ping(7)  # its own number
+    table.answer(1, b"v")
+    assert table.hears("a") == [b"v"]
 
 
 def test_a_set_that_fails_says_so_to_its_own_client() -> None:

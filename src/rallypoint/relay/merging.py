@@ -106,6 +106,11 @@ class Merger:
         request.turn = turn
         self._append(request)
 
+    def ping(self, call: Call) -> None:
+        """Queue a `Ping`, whose own number is the client's."""
+        self.asked += 1
+        self._append(Request(ops.Ping(0), call))
+
     def hurry(self, call: Call) -> None:
         """Queue a wait that gathers, for its client asks something else meanwhile, which may be what it waits for."""
         if call.gathers:

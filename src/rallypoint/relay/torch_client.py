@@ -1,15 +1,16 @@
 """One PyTorch client of a relay: the order of what it asks and is answered. Pure; `core/visitor.py` is its model.
 
-Replies come in the order of the calls, for they have no numbers; only a wait lets those that follow pass. A client has
-one wait at most, so a new one takes the place of the old, and one turn at most, which its next call ends, after it if
-that draws an item. The value that a wait for one key brings along answers the `GET` of that key if that is the very
-next call, which is how PyTorch's `get` is made: both lie within it, so the value is one that it may return.
+Replies come in the order of the calls, for they have no numbers. Only a wait lets those that follow pass; they are all
+answered by the server, which has carried out the wait first. Else a PING is answered here, behind earlier writes.
+
+A client has one wait at most, so a new one takes the place of the old, and one turn at most, which its next call ends;
+if that draws an item, after it. The value that a wait for one key brings along answers the `GET` of that key if that is
+the very next call, which is how PyTorch's `get` is made: both lie within it, so the value is one that it may return.
 
 While a call gathers (`relay/merging.py`), later ones are held back. So are reads of which the answers may be large,
 where several are under way or the client does not take its replies.
 
-When a client is gone, its waits, arrivals, turn and undelivered items are given back; what it has written is carried
-out.
+When a client is gone, its waits, arrivals, turn and undelivered items are given back. What it wrote is carried out.
 
 Rejected: to hold back what comes behind a wait. It may be what the client itself waits for.
 """
@@ -36,7 +37,6 @@ MAX_LARGE = 4
 
 _LARGE = frozenset((ops.Peek, ops.MultiPeek, ops.List, ops.CompareSet, ops.Draw))
 _REPLACES = WAITS | {ops.Drop}
-_LOCAL = frozenset((ops.Ping, ops.Drop))
 _HOLDS = _REPLACES | {ops.Draw}
 
 
@@ -165,7 +165,7 @@ class TorchClient:
             self._end_turn()
         if self._wait is not None and kind in _REPLACES:
             self._stop_waiting(self._wait)
-        if kind in _LOCAL:
+        if kind is ops.Drop or (kind is ops.Ping and self._wait is None):
             call.done = True
         elif kind is ops.Peek and value is not None and value[0] == op.key:
             self._merger.asked += 1
@@ -186,6 +186,8 @@ class TorchClient:
         if kind is ops.Draw:
             self._merger.draw(call, self._turn or self._coming_turn())
             self._turn = None
+        elif kind is ops.Ping:
+            self._merger.ping(call)
         else:
             self._merger.ask(call)
             if kind not in WAITS:
