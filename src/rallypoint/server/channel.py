@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel"]
 
+GRANT_BYTES = WINDOW // 2
+"""How much of a window must have been taken before the peer gets credit for it."""
+
 
 class Channel:
     """One channel, as long as it is open."""
@@ -207,21 +210,25 @@ class Channel:
     def _hand(self, data: bytes) -> None:
         """Have the handler take bytes, and send what it answers."""
         self._dealt_with += len(data)
+        handler = self.handler
         try:
-            reply = self.handler.receive(data)
+            reply = handler.receive(data)
         except BadMessage as error:
             self.drop(str(error))
             return
         if reply:
             self.send(reply)
-        self._grant()
-        self._count()
-        self.go_on()
+        if self._dealt_with >= GRANT_BYTES:
+            self._grant()
+        if handler.held or self._counted:
+            self._count()
+        if self._inbox or handler.blocked:
+            self.go_on()
 
     def _grant(self) -> None:
         """Give the peer credit for what was taken, when it is worth a frame."""
         size = self._dealt_with
-        if size >= WINDOW // 2 and not (self._stalled or self._closing or self.handler.blocked):
+        if size >= GRANT_BYTES and not (self._stalled or self._closing or self.handler.blocked):
             self._window += size
             self._dealt_with = 0
             self._parent.put([credit_frame(self.number, size)])
