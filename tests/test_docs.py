@@ -84,6 +84,13 @@ def test_readme_python(tmp_path, monkeypatch):
     assert "epoch' in <TCPStore" in printed.getvalue() and "missing: node-b, node-c" in printed.getvalue()
 
 
+def test_the_relays_page_tells_of_every_option():
+    page = (ROOT / "docs" / "relay.md").read_text()
+    asked = subprocess.run([sys.executable, "-m", "rallypoint", "relay", "--help"], capture_output=True, text=True)
+    options = set(re.findall(r"--[a-z-]+", asked.stdout)) - {"--help"}
+    assert "--upstream" in options and not {option for option in options if option not in page}
+
+
 @pytest.mark.parametrize("page", PAGES)
 def test_what_the_launcher_prints(page, tmp_path):
     """A script whose first line is its name is written; `$ commands` are run, and print every line that is shown.
@@ -122,9 +129,10 @@ def test_the_launchers_page_tells_of_every_option():
     assert set(row.split()) <= options
 
 
-@pytest.mark.parametrize("page", ["rendezvous.md", "queues.md"])
-def test_the_example_of_a_page(page):
+@pytest.mark.parametrize("page", ["rendezvous.md", "queues.md", "relay.md"])
+def test_the_example_of_a_page(page, monkeypatch):
     """What it prints is what its comments say."""
+    monkeypatch.setenv("RALLYPOINT_RELAY", "")  # one of them sets it
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):

@@ -44,14 +44,18 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
+@pytest.fixture(autouse=True)
+def empty(server: rallypoint.Server) -> None:
+    with direct(server.port) as store:
+        store.delete_prefix("")
+
+
 @pytest.fixture
 def relay(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cutter]:
     """A proxy that stands for the relay of the server."""
     with Cutter(server.port) as relay:
         name(monkeypatch, relay.port, server.port)
         yield relay
-    with rallypoint.connect(server.url) as store:
-        store.delete_prefix("")
 
 
 def name(monkeypatch: pytest.MonkeyPatch, port: int, upstream: int, identity: bytes = b"") -> None:

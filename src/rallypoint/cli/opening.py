@@ -27,6 +27,7 @@ import click
 import rallypoint
 from rallypoint.cli import COMMANDS
 from rallypoint.store import outage
+from rallypoint.store.relay_address import VARIABLE
 from rallypoint.store.url import parse_url
 from rallypoint.text import printable
 
@@ -151,6 +152,8 @@ def _open(url: str | None, connect_s: float) -> rallypoint.Store:
         wait_s = parse_url(url).timeout_s
         store = rallypoint.connect(url, connect_s)
     except ValueError as error:
+        if str(error).startswith(VARIABLE):
+            raise click.UsageError(str(error)) from None
         raise click.BadParameter(str(error), param_hint=f"--store or {URL_VARIABLE}") from None
     except rallypoint.RallypointError:
         raise

@@ -121,8 +121,13 @@ def _watch_parent(pid: int, stop: asyncio.Event) -> None:
         descriptor = os.pidfd_open(pid)
     except (AttributeError, OSError):
         descriptor = None
+
+    def gone(descriptor: int) -> None:
+        loop.remove_reader(descriptor)  # which would call again and again
+        stop.set()
+
     if descriptor is not None:
-        loop.add_reader(descriptor, stop.set)
+        loop.add_reader(descriptor, gone, descriptor)
 
     def look() -> None:
         if os.getppid() != pid:
