@@ -8,6 +8,8 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, ConnectionLost
 from rallypoint.net import Endpoint, Endpoints
 from rallypoint.server.clock import RETURN_S
+from rallypoint.store import route as route_module
+from rallypoint.store.relay_address import RelayAddress
 from rallypoint.store.route import GROWTH, LEAST_S, MENDS, PATIENCE_S, PAUSE_S, RESUMING_S, Cuts, Route, Search
 
 A, B, C = (Endpoint(name, 1) for name in "abc")
@@ -168,3 +170,67 @@ def test_what_is_said_of_an_address_is_what_happened_last() -> None:
     with pytest.raises(ConnectFailed) as caught:
         search.pause_s()
     assert caught.value.tried == {"10.0.0.1:1": "refused", "10.0.0.2:1": "no answer", "b:1": "no answer"}
+
+
+# By a relay
+
+RELAY = RelayAddress("tcp://r:1", Endpoints([A]))
+
+
+def test_a_relay_is_first_until_the_session_has_moved() -> None:
+    by_relay = Route(Endpoints([A, B]), RELAY)
+    assert by_relay.relayed and by_relay.at == A and not by_relay.doubted
+    assert [address for address, _ in Search(by_relay, Deadline(60)).round()] == [RELAY, A, B]
+    by_relay.arrived(RELAY, b"id")
+    assert (by_relay.relayed, by_relay.at, by_relay.identity) == (True, A, b"id")
+    by_relay.arrived(B, b"id")
+    assert (by_relay.relayed, by_relay.at, by_relay.doubted) == (False, B, True)
+    assert [address for address, _ in Search(by_relay, Deadline(60), resumes=True).round()] == [B, A]
+    assert by_relay.copy().relayed, "another session begins at the relay"
+    assert by_relay.begin() == b"id" and by_relay.relayed
+    by_relay.leave()
+    assert (by_relay.relayed, by_relay.at) == (False, B), "a relay that hangs up is left for where we were"
+
+
+@pytest.mark.parametrize("resumes", [False, True])
+def test_nothing_is_tried_behind_a_relay_that_waits_for_its_server(
+    resumes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(search: Search, unwelcome: bool) -> list[object]:
+        found: list[object] = []
+        for address, _ in search.round():
+            search.failed(address, "hung up", unwelcome=unwelcome and address is RELAY)
+            found.append(address)
+        return found
+
+    search = Search(Route(Endpoints([A]), RELAY), Deadline(60), resumes)
+    assert [fail(search, unwelcome) for unwelcome in (True, True, False, True)] == [
+        [RELAY],
+        [RELAY],
+        [RELAY, A],
+        [RELAY],
+    ]
+    assert search.pause_s() > 0
+    monkeypatch.setattr(route_module, "RELAY_S", 0.0)
+    assert fail(Search(Route(Endpoints([A]), RELAY), Deadline(60), resumes), True) == [RELAY, A]
+    assert fail(Search(Route(Endpoints([A]), RELAY), Deadline(0), resumes), True) == [RELAY, A]
+
+
+def test_a_relay_has_half_the_time_at_most() -> None:
+    for resumes, limit_s in ((False, route_module.RELAY_S), (True, RESUMING_S[0])):
+        for within_s in (0.0, 1.0, 60.0):
+            search = Search(Route(Endpoints([A]), RELAY), Deadline(within_s), resumes)
+            _, turn = next(search.round())
+            assert turn.timeout_s <= max(min(limit_s, within_s / 2), LEAST_S)
+
+
+def test_a_relay_that_is_of_no_use_does_not_end_the_search() -> None:
+    search = Search(Route(Endpoints([A]), RELAY), Deadline(60))
+    for address, _ in search.round():
+        search.failed(address, "not a store", useless=address is RELAY)
+    assert search.pause_s() > 0
+    for address, _ in search.round():
+        search.failed(address, "not a store", useless=True)
+    with pytest.raises(ConnectFailed) as caught:
+        search.pause_s()
+    assert caught.value.tried == {"tcp://r:1": "not a store", "a:1": "not a store"}

@@ -9,6 +9,7 @@
     etcd://HOST[:PORT],HOST[:PORT]/SPACE    an EtcdStore: the members of a cluster, and where in it (docs/etcd.md);
                          further options are ca, cert, key, user and password
 
+Where RALLYPOINT_RELAY names a relay of a tcp:// store, its sessions begin there (`store/relay_address.py`).
 A key prefix follows as a path (`tcp://head:29400/job-7`), for files as `?prefix=job-7`, which works for all of them.
 `?timeout=SECONDS` sets how long blocking calls wait.
 """
