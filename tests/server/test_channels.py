@@ -180,6 +180,24 @@ async def test_answers_that_came_one_by_one_stay_within_the_window(server: Store
 
 
 @both
+async def test_what_others_make_a_channel_hold_counts(server: StoreServer, log: FakeLog | None) -> None:
+    one = await relay(server)
+    mute, other = await one.greeted(), await one.greeted()
+    mute.credits = False
+    mute.asks(ops.Get(1, b"/large", LONG_S))
+    await put(server, b"/large", b"v" * MIB)
+    while mute.window:
+        await one.reads()
+    held = server.statistics()["bytes"] - MIB
+    assert MIB - WINDOW < held < 2 * MIB, "nothing has come from the relay since"
+    mute.credits = True
+    mute.grants(WINDOW)
+    assert (await mute.reads())[2] == [b"v" * MIB]
+    assert await other.asked(ops.Ping(1)) is None
+    assert server.statistics()["bytes"] < MIB + MIB // 2
+
+
+@both
 async def test_what_many_channels_are_to_get_counts_once(server: StoreServer, log: FakeLog | None) -> None:
     one = await relay(server)
     clients = [await one.greeted() for _ in range(8)]

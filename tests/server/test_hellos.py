@@ -207,6 +207,24 @@ async def test_a_hello_names_the_namespace_of_a_round(server: StoreServer, log: 
 
 
 @both
+async def test_waits_see_the_keys_of_their_own_namespace(server: StoreServer, log: FakeLog | None) -> None:
+    everybody, first = await client(server), await client(server)
+    await everybody.greets()
+    await first.greets(run="job", scope=1)
+    many = [b"/k" + b"-" * 8000] * 50  # so many bytes are looked up in slices
+    await everybody.asked(ops.MultiSet(1, [(b"/k", b"v"), (many[0], b"v")]))
+    for peer, number, found in ((everybody, 2, True), (first, 1, False)):
+        await peer.streams(frame(ops.Check(number, many)))
+        assert await peer.reads() == [number, Status.OK, found]
+    first.asks(ops.Await(2, b"/k", 10))
+    await settle()
+    assert not first.inbox
+    await first.asked(ops.Ping(3))
+    first.asks(ops.Set(4, b"/k", b"w"))
+    assert sorted([await first.reads(), await first.reads()]) == [[2, Status.OK, b"w"], [4, Status.OK, None]]
+
+
+@both
 async def test_a_later_round_closes_the_earlier(server: StoreServer, log: FakeLog | None) -> None:
     relay = await Relay(server).opens()
     first, other, everybody = relay.client(), relay.client(), relay.client()
