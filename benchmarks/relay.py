@@ -31,6 +31,7 @@ NOTES = (
 _WHERE = "server alone on a core"
 _OURS = ("Barrier", "Exchange")
 _ELASTIC = {"elastic barrier": "barrier", "synchronize": "synchronize"}
+_TARGETS = {("add", "one core"): 3.0, ("get", "one core"): 2.0, ("get", "two cores"): 1.1}
 _keys = itertools.count()
 
 
@@ -74,6 +75,8 @@ def _at_scale(servers: dict[str, Running], ranks: Team, relays: Team, world: int
     ranks.ask("connect", "torch", False, [servers["torch"].port], world)
     ranks.ask("connect", "direct, ours", True, [ours.port], world)
     counts = (world // 8, 16)
+    for name in ("direct", *map(str, counts)):
+        jobs[f"{name}, ours"] = _Job(f"{name}, ours", ours, world)
     for count in counts:
         (ports,) = relays.ask("start", count)
         for native in (False, True):
@@ -92,7 +95,6 @@ def _at_scale(servers: dict[str, Running], ranks: Team, relays: Team, world: int
                 lines.append(Line(label, _WHERE, "us", figures[str(count)], peer, figures[peer], best))
     for what in _OURS:
         say(f"  {what} of {world:,}")
-        jobs |= {f"{name}, ours": _Job(f"{name}, ours", ours, world) for name in ("direct", *map(str, counts))}
         names = ("direct, ours", *(f"{count}, ours" for count in counts))
         figures = in_turn(names, rounds, lambda name, what=what: _cost(jobs[name], ranks, what))
         for count in counts:
@@ -159,29 +161,24 @@ class _Client:
 
 
 def _one_client(rounds: int, calls: int) -> list[Line]:
-    targets = {("add", "one core"): 3.0, ("get", "one core"): 2.0, ("get", "two cores"): 1.1}
-    lines = []
     with (
         serving(("rallypoint",)) as servers,
         rallypoint.Relay(f"tcp://127.0.0.1:{servers['rallypoint'].port}") as relay,
+        team(1, _Client, {"relay": relay.port, "direct": servers["rallypoint"].port}) as client,
     ):
-        ports = {"relay": relay.port, "direct": servers["rallypoint"].port}
-        with team(1, _Client, ports) as client:
-            for placement in PLACEMENTS:
-                placement.put([servers["rallypoint"].pid], [relay.pid, *client.pids])
-                for what in ("add", "get"):
-                    say(f"  {what} by a relay, {placement.name}")
-                    figures = in_turn(
-                        ("relay", "direct"),
-                        rounds,
-                        lambda name, what=what: client.ask("median_us", name, what, calls)[0],
-                    )
-                    at_most = targets.get((what, placement.name))
-                    target = None if at_most is None else Target(at_most=at_most)
-                    label = f"{what} of one PyTorch client by a relay"
-                    lines.append(
-                        Line(label, placement.name, "us", figures["relay"], "direct", figures["direct"], target)
-                    )
+        lines = []
+        for placement in PLACEMENTS:
+            placement.put([servers["rallypoint"].pid], [relay.pid, *client.pids])
+            for what in ("add", "get"):
+                say(f"  {what} by a relay, {placement.name}")
+
+                def measure(name: str, what: str = what) -> float:
+                    return float(client.ask("median_us", name, what, calls)[0])
+
+                ours, direct = in_turn(("relay", "direct"), rounds, measure).values()
+                at_most = _TARGETS.get((what, placement.name))
+                target = None if at_most is None else Target(at_most=at_most)
+                lines.append(Line(f"{what} of a client", placement.name, "us", ours, "direct", direct, target))
     return lines
 
 
