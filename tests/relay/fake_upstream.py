@@ -32,8 +32,8 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
 
     @functools.wraps(test)
     def call(loop: str, **fixtures: Any) -> None:
-        with Bugs.none(), asyncio.Runner(loop_factory=LOOPS[loop]) as runner:
-            runner.run(_in_time(test(**fixtures)))
+        with Bugs.none(), contextlib.closing(LOOPS[loop]()) as running:
+            running.run_until_complete(_in_time(test(**fixtures)))
 
     needs = list(inspect.signature(test).parameters.values())
     loop = inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -46,7 +46,7 @@ class RelayThread:
     def __init__(self, *ports: int, sockets: list[socket.socket] | None = None, **settings: Any) -> None:
         endpoints = net.Endpoints([net.Endpoint("127.0.0.1", port) for port in ports])
         self._loop = uvloop.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="relay")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="relay", daemon=True)
         self._thread.start()
         sockets = sockets or net.listen(["127.0.0.1"], 0)
         self.server = self.call(lambda: RelayServer(Settings(**settings), endpoints))

@@ -298,6 +298,25 @@ async def test_close_ends_what_is_there_and_connects_no_more() -> None:
         assert len(owner.ends) == 1 and not up.connected and len(server.links) == 1
 
 
+@in_loop
+@pytest.mark.parametrize("answer", [b"", channels.ACCEPTED])
+async def test_close_while_it_connects(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every turn of an attempt: one that is over at that very moment hides from asyncio that it was cancelled."""
+    monkeypatch.setattr("rallypoint.store.route.backoff_s", lambda times: 0.0)
+    server = FakeServer(answer)
+    await server.start()
+    endpoints = server.endpoints
+    if not answer:
+        server.stop()
+    for turns in range(60):
+        up = Upstream(endpoints)
+        up.start()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        await up.close()
+    server.stop()
+
+
 # Connecting
 
 

@@ -67,6 +67,7 @@ class Upstream:
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._said = False
+        self._closed = False
 
     @property
     def connected(self) -> bool:
@@ -99,6 +100,7 @@ class Upstream:
 
     async def close(self) -> None:
         """Connect no more, and end the connection once what was written is sent."""
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.wait((self._task,))
@@ -147,6 +149,9 @@ class Upstream:
         while True:
             self._lost.clear()
             connection = await self._search()
+            if self._closed:
+                connection.close()
+                return
             self._adopt(connection)
             frames = self.traffic.frames_received
             await self._lost.wait()
@@ -164,6 +169,8 @@ class Upstream:
                 try:
                     await asyncio.wait_for(_greet(connection, endpoint), turn.remaining())
                 except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
+                    if self._closed:  # an attempt that fails at the moment of its cancellation hides that
+                        raise asyncio.CancelledError from None
                     search.failed(endpoint, _why_failed(error))
                 else:
                     if not connection.is_closing:
