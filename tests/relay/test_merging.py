@@ -510,6 +510,15 @@ def test_a_client_may_ask_so_many_bytes_before_it_is_answered(monkeypatch: pytes
     assert table.clients["a"].full
 
 
+def test_a_wait_however_long_can_be_cancelled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch_client, "MAX_CALL_BYTES", 30)
+    client = Merged().clients["a"]
+    client.ask(ops.Wait(0, [K, N], ops.MAX_WAIT_S), 1000)
+    assert not client.full and client.eased and (client.bytes, client.owed_bytes) == (1000, 0)
+    client.ask(ops.Drop(0, 0), 1)
+    assert client.next_reply() is not None and client.bytes == 0
+
+
 def test_answers_that_may_be_large_are_asked_for_a_few_at_a_time() -> None:
     table = Merged()
     keys = [b"/%d" % each for each in range(MAX_LARGE + 2)]

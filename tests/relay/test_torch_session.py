@@ -224,7 +224,7 @@ async def test_a_server_that_is_away_too_long_loses_the_session(
         assert "no answer from the server" in link.lost and "for 0.4 s" in link.lost
         said = [record.getMessage() for record in caplog.records]
         assert sum("is down for" in line and "waiting until" in line for line in said) == 1
-        assert sum("1 PyTorch clients are disconnected" in line for line in said) == 1
+        assert sum("disconnecting all PyTorch clients (1): no answer" in line for line in said) == 1
 
 
 @in_loop

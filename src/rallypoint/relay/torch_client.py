@@ -70,14 +70,19 @@ class TorchClient:
         self._gone = False
 
     @property
+    def owed_bytes(self) -> int:
+        """The same without its wait, however long that is: it may last for ever, and has to be cancelled then."""
+        return self.bytes - self._wait.size if self._wait is not None else self.bytes
+
+    @property
     def full(self) -> bool:
         """Whether it has asked as much as it may."""
-        return len(self._calls) >= MAX_CALLS or self.bytes >= MAX_CALL_BYTES
+        return len(self._calls) >= MAX_CALLS or self.owed_bytes >= MAX_CALL_BYTES
 
     @property
     def eased(self) -> bool:
         """Whether it may ask again after it was full."""
-        return len(self._calls) <= MAX_CALLS // 2 and self.bytes <= MAX_CALL_BYTES // 2
+        return len(self._calls) <= MAX_CALLS // 2 and self.owed_bytes <= MAX_CALL_BYTES // 2
 
     @property
     def held_back(self) -> bool:

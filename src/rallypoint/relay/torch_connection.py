@@ -176,7 +176,7 @@ class TorchRelayConnection:
         encode_in_slices(items, encode_items, self._limit, done)
 
     def _count(self) -> None:
-        more = self._client.bytes - self._counted
+        more = self._client.owed_bytes - self._counted
         if more:
             self._counted += more
             self._session.count(more)

@@ -73,7 +73,7 @@ class TorchSession:
         round: int | None = None,  # noqa: A002 - as the hello has it
     ) -> None:
         self.held = 0
-        """The bytes of all unanswered calls."""
+        """The bytes of all unanswered calls, waits apart."""
 
         self._upstream = upstream
         self._namespace = Round(run, scope, round)
@@ -271,7 +271,7 @@ class TorchSession:
         self.held = 0
         self._begin()
         if clients:
-            log.warning("%d PyTorch clients are disconnected: %s", len(clients), why)
+            log.warning("disconnecting all PyTorch clients (%d): %s", len(clients), why)
         for client in clients:
             client.link.session_lost(why)
 
