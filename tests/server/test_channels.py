@@ -138,6 +138,18 @@ async def test_small_answers_pass_between_the_pieces_of_a_large_one(server: Stor
 
 
 @both
+async def test_large_answers_are_sent_in_turns(server: StoreServer, log: FakeLog | None) -> None:
+    await put(server, b"/large", b"v" * MIB)
+    one = await relay(server)
+    clients = [await one.greeted(), await one.greeted()]
+    one.order.clear()
+    one.says(b"".join(data_frames(client.number, frame(ops.Peek(1, b"/large"))) for client in clients))
+    assert [(await client.reads())[0] for client in clients] == [1, 1]
+    first = [piece.channel for piece in one.order if piece.kind == DATA][:8]
+    assert first == [1, 2] * 4, "a frame of each"
+
+
+@both
 async def test_a_large_value_is_sent_in_windows(server: StoreServer, log: FakeLog | None) -> None:
     one = await relay(server)
     client, other = await one.greeted(), await one.greeted()
@@ -184,17 +196,19 @@ async def test_what_others_make_a_channel_hold_counts(server: StoreServer, log: 
     one = await relay(server)
     mute, other = await one.greeted(), await one.greeted()
     mute.credits = False
-    mute.asks(ops.Get(1, b"/large", LONG_S))
+    mute.asks(ops.Get(1, b"/large", LONG_S), ops.Get(2, b"/more", LONG_S))
     await put(server, b"/large", b"v" * MIB)
     while mute.window:
         await one.reads()
-    held = server.statistics()["bytes"] - MIB
-    assert MIB - WINDOW < held < 2 * MIB, "nothing has come from the relay since"
+    await put(server, b"/more", b"v" * MIB)
+    held = server.statistics()["bytes"] - 2 * MIB
+    assert 2 * MIB - WINDOW < held < 3 * MIB, "nothing has come from the relay since"
     mute.credits = True
     mute.grants(WINDOW)
     assert (await mute.reads())[2] == [b"v" * MIB]
+    assert (await mute.reads())[2] == [b"v" * MIB]
     assert await other.asked(ops.Ping(1)) is None
-    assert server.statistics()["bytes"] < MIB + MIB // 2
+    assert server.statistics()["bytes"] < 2 * MIB + MIB // 2
 
 
 @both
@@ -329,6 +343,7 @@ async def test_a_channel_that_its_client_closes_gives_its_session_back(
     first.grants(10)
     first.says(frame(ops.Add(2, b"/n", 1)))  # it may have been on its way
     assert await second.asked(ops.Add(1, b"/n", 1)) == 1
+    assert first.closed is None, "it is ignored"
     again = one.client()
     assert (await again.greets(first.session))[4] is True, "resumed on another channel of the same connection"
     assert session.link is not None and session.attached and value(server, b"/lease") == b"v"
