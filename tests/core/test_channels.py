@@ -7,7 +7,15 @@ import random
 import pytest
 
 from rallypoint.protocol import BadMessage, channels, native
-from rallypoint.protocol.channels import ChannelFrames, Frame, close_frame, credit_frame, data_frames
+from rallypoint.protocol.channels import (
+    ChannelFrames,
+    Frame,
+    close_frame,
+    credit_frame,
+    data_frames,
+    shared_frames,
+    split_shared,
+)
 
 
 def test_every_cut_of_a_stream_gives_the_same_frames() -> None:
@@ -35,10 +43,29 @@ def test_what_is_long_goes_in_chunks_between_which_others_fit() -> None:
 
 
 def test_an_unknown_kind_and_a_chunk_that_is_too_long_are_refused() -> None:
-    with pytest.raises(BadMessage, match="kind of frame: 3"):
-        list(ChannelFrames().feed(b"\1\0\0\0" + (3 << 24).to_bytes(4, "little")))
+    with pytest.raises(BadMessage, match="kind of frame: 4"):
+        list(ChannelFrames().feed(b"\1\0\0\0" + (4 << 24).to_bytes(4, "little")))
     with pytest.raises(BadMessage, match="a frame of 65537 bytes, the limit is 65536"):
         list(ChannelFrames().feed(b"\1\0\0\0" + (channels.MAX_CHUNK + 1).to_bytes(4, "little")))
+
+
+@pytest.mark.parametrize("size", [0, 5, channels.MAX_CHUNK // 2, channels.MAX_CHUNK // 2 + 1, 3 * channels.MAX_CHUNK])
+@pytest.mark.parametrize("sharers", [1, 2, 128, 129, 300])
+def test_what_is_shared_comes_to_each_channel_behind_its_own_head(sharers: int, size: int) -> None:
+    data = random.Random(2).randbytes(size)
+    heads = [(7 * number + 1, b"h" * (number % (channels.MAX_HEAD + 1))) for number in range(sharers)]
+    frames = list(ChannelFrames().feed(b"".join(shared_frames(heads, data))))
+    got: dict[int, bytes] = {}
+    for frame in frames:
+        assert frame.kind == channels.SHARED and frame.size <= channels.MAX_CHUNK
+        for number, part in split_shared(frame.channel, frame.body):
+            got[number] = got.get(number, b"") + part
+    assert got == {number: head + data for number, head in heads}
+
+
+def test_a_shared_frame_that_names_more_channels_than_it_has_is_refused() -> None:
+    with pytest.raises(BadMessage, match="too short for 3 channels"):
+        split_shared(3, b"\1\0\0\0\0\2\0\0\0\0")
 
 
 def test_a_reason_of_any_length_fits() -> None:

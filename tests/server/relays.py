@@ -14,7 +14,7 @@ from tests.server.peers import Line
 
 from rallypoint.core import ops
 from rallypoint.protocol import channels, native
-from rallypoint.protocol.channels import CLOSE, CREDIT, DATA, ChannelFrames, Frame
+from rallypoint.protocol.channels import CLOSE, CREDIT, DATA, SHARED, ChannelFrames, Frame
 from rallypoint.protocol.native import Frames, Hello, frame
 from rallypoint.server.base import ServerBase
 
@@ -161,7 +161,11 @@ class Relay(Line):
         self._drained()
         for one in self._cut.feed(data):
             self.order.append(one)
-            self.clients[one.channel].takes(one)
+            if one.kind == SHARED:
+                for number, piece in channels.split_shared(one.channel, one.body):
+                    self.clients[number].takes(Frame(number, DATA, len(piece), piece))
+            else:
+                self.clients[one.channel].takes(one)
 
     def says(self, data: bytes) -> None:
         """Send, as soon as the server reads, in order."""

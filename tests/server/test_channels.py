@@ -15,9 +15,9 @@ from tests.server.test_rounds import both, in_memory, opened
 
 from rallypoint import net
 from rallypoint.core import exchange, ops
-from rallypoint.core.records import Status
+from rallypoint.core.records import DONE, Status
 from rallypoint.protocol import channels
-from rallypoint.protocol.channels import CREDIT, DATA, MAX_CHUNK, WINDOW, data_frames, data_head
+from rallypoint.protocol.channels import CREDIT, DATA, MAX_CHUNK, SHARED, WINDOW, data_frames, data_head
 from rallypoint.protocol.native import frame
 from rallypoint.server import multiplexed
 from rallypoint.server.native_connection import REPLIES_BYTES
@@ -94,6 +94,40 @@ async def test_what_one_turn_brings_goes_out_as_one_write(server: StoreServer, l
     one.says(b"".join(data_frames(client.number, frame(ops.Peek(2, b"/k"))) for client in clients))
     assert [await client.reads() for client in clients] == [[2, Status.OK, b"v"]] * 5
     assert one.writes == before + 2, "answered at once"
+
+
+@both
+async def test_an_answer_to_several_clients_of_a_relay_is_sent_once(server: StoreServer, log: FakeLog | None) -> None:
+    one, other = await relay(server), await relay(server)
+    clients = [await one.greeted(), await one.greeted(), await other.greeted()]
+    for number, given in enumerate((b"d" * 1000, b"d" * MAX_CHUNK), 1):
+        one.order.clear()
+        for rank, client in enumerate(clients):
+            give = exchange.Give(3, rank, given if rank else b"first", "all_gather")
+            client.asks(ops.Act(number, b"/x", str(rank), number, give, LONG_S))
+        expected = [number, Status.OK, [DONE, [b"first", given, given]]]
+        assert [await client.reads() for client in clients] == [expected] * 3
+        shared = [seen for seen in one.order if seen.kind == SHARED]
+        assert {seen.channel for seen in shared} == {2}, "as many as share it"
+        assert sum(seen.size for seen in shared) < 2 * len(given) + 200, "and not for each of them"
+
+
+@both
+async def test_one_that_has_no_credit_gets_a_shared_answer_later(server: StoreServer, log: FakeLog | None) -> None:
+    await put(server, b"/large", b"v" * (2 * WINDOW))
+    one = await relay(server)
+    mute, other = await one.greeted(), await one.greeted()
+    mute.credits = False
+    gives = [exchange.Give(2, rank, b"data %d" % rank, "all_gather") for rank in range(2)]
+    mute.asks(ops.Act(1, b"/x", "0", 1, gives[0], LONG_S), ops.Peek(2, b"/large"))
+    while mute.window:
+        await one.reads()
+    other.asks(ops.Act(1, b"/x", "1", 1, gives[1], LONG_S))
+    assert await other.reads() == [1, Status.OK, [DONE, [b"data 0", b"data 1"]]]
+    mute.credits = True
+    mute.grants(WINDOW)
+    assert (await mute.reads())[0] == 2
+    assert await mute.reads() == [1, Status.OK, [DONE, [b"data 0", b"data 1"]]]
 
 
 # Credit
@@ -274,7 +308,8 @@ async def test_a_full_inbox_gets_no_credit(server: StoreServer, log: FakeLog | N
     ("said", "why"),
     [
         (data_frames(0, b"x"), "data for channel 0"),
-        (data_head(1, 0)[:7] + b"\3", "unknown kind of frame"),
+        (data_head(1, 0)[:7] + b"\4", "unknown kind of frame"),
+        (data_head(1, 0)[:7] + b"\3", "a shared frame, which only a server sends"),
         (data_head(1, MAX_CHUNK + 1), "the limit is"),
     ],
 )

@@ -8,6 +8,9 @@ its highest byte and a size in the others, little-endian, and where the kind has
   frames of one session, from its hello on. The side that connects numbers channels from 1 and never uses a number
   twice; the first DATA opens a channel.
 - CREDIT: the peer may send so many more bytes on the channel. Each direction starts with `WINDOW` bytes.
+- SHARED: bytes that several channels get alike, from the server only. In place of a channel stands how many there are;
+  the body has for each of them its number and what it gets first (with its length before it), and then the bytes for
+  all. It is to each channel what a DATA of its own would be, credit included.
 - CLOSE: the channel has ended; the body says why, in words. Nothing follows on it in either direction but the
   peer's own CLOSE, which may have crossed it. A session outlives its channel as it does a connection.
 
@@ -21,7 +24,7 @@ and an answer of 8 MiB would be one frame.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rallypoint.protocol import BadMessage, c10d
@@ -32,7 +35,9 @@ __all__ = [
     "CREDIT",
     "DATA",
     "MAX_CHUNK",
+    "MAX_HEAD",
     "PREFACE",
+    "SHARED",
     "WINDOW",
     "ChannelFrames",
     "Frame",
@@ -40,6 +45,9 @@ __all__ = [
     "credit_frame",
     "data_frames",
     "data_head",
+    "shared_frames",
+    "split_shared",
+    "unpack_head",
 ]
 
 PREFACE = c10d.hello(0x594C4153)
@@ -48,7 +56,7 @@ PREFACE = c10d.hello(0x594C4153)
 ACCEPTED = b"RLY2"
 """What our server answers to the preface; a server that knows nothing of channels answers its last four bytes."""
 
-DATA, CREDIT, CLOSE = range(3)
+DATA, CREDIT, CLOSE, SHARED = range(4)
 """The kinds of frames."""
 
 WINDOW = 256 * 1024
@@ -57,8 +65,16 @@ WINDOW = 256 * 1024
 MAX_CHUNK = 64 * 1024
 """The longest body of a frame."""
 
+MAX_HEAD = 255
+"""How much each of several channels may get before what they share."""
+
+_SHARERS = 120  # of one frame: their heads take half a chunk at most
 _HEAD = struct.Struct("<II")
+_SHARER = struct.Struct("<IB")
 _SIZE = (1 << 24) - 1
+
+unpack_head = _HEAD.unpack_from
+"""Read the channel and the word of a frame; a word of at most `MAX_CHUNK` is the size of a DATA."""
 
 
 class Frame(NamedTuple):
@@ -96,6 +112,36 @@ def close_frame(channel: int, why: str = "") -> bytes:
     return _HEAD.pack(channel, CLOSE << 24 | len(body)) + body
 
 
+def shared_frames(heads: Sequence[tuple[int, bytes]], data: bytes) -> list[bytes]:
+    """Return frames that bring each of several channels, by its number, a head of its own and then the same bytes."""
+    parts: list[bytes] = []
+    for at in range(0, len(heads), _SHARERS):
+        some = heads[at : at + _SHARERS]
+        room = MAX_CHUNK // 2
+        for start in range(0, max(len(data), 1), room):
+            chunk = data[start : start + room]
+            own = [_SHARER.pack(number, len(head)) + head for number, head in some]
+            size = sum(map(len, own)) + len(chunk)
+            parts += (_HEAD.pack(len(some), SHARED << 24 | size), *own, chunk)
+            some = [(number, b"") for number, _ in some]
+    return parts
+
+
+def split_shared(count: int, body: bytes) -> list[tuple[int, bytes]]:
+    """Return what each channel gets by a SHARED frame; raise BadMessage where it is malformed."""
+    heads, at = [], 0
+    try:
+        for _ in range(count):
+            number, size = _SHARER.unpack_from(body, at)
+            start = at + _SHARER.size
+            at = start + size
+            heads.append((number, body[start:at]))
+    except struct.error:
+        raise BadMessage(f"a shared frame of {len(body)} bytes is too short for {count} channels") from None
+    data = body[at:]
+    return [(number, head + data) for number, head in heads]
+
+
 class ChannelFrames:
     """Cuts a stream of bytes into frames."""
 
@@ -123,7 +169,7 @@ class ChannelFrames:
                 at = start
                 yield Frame(channel, kind, size, b"")
                 continue
-            if kind > CLOSE:
+            if kind > SHARED:
                 raise BadMessage(f"unknown kind of frame: {kind}")
             if size > MAX_CHUNK:
                 raise BadMessage(f"a frame of {size} bytes, the limit is {MAX_CHUNK}")

@@ -26,11 +26,13 @@ from rallypoint.protocol.channels import (
     CREDIT,
     DATA,
     PREFACE,
+    SHARED,
     ChannelFrames,
     Frame,
     close_frame,
     credit_frame,
     data_head,
+    split_shared,
 )
 from rallypoint.relay.channel import Channel, ChannelOwner
 
@@ -198,6 +200,10 @@ class ChannelConnection(asyncio.Protocol):
         self.abort(f"nothing was received for {silent_s:.1f} s; its host is gone, or the network between")
 
     def _dispatch(self, frame: Frame) -> None:
+        if frame.kind == SHARED:
+            for number, data in split_shared(frame.channel, frame.body):
+                self._dispatch(Frame(number, DATA, len(data), data))
+            return
         channel = self.channels.get(frame.channel)
         if channel is None:
             if not 0 < frame.channel < self._next:

@@ -16,7 +16,7 @@ from collections import deque
 from typing import TYPE_CHECKING
 
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.channels import MAX_CHUNK, WINDOW, credit_frame, data_head
+from rallypoint.protocol.channels import MAX_CHUNK, MAX_HEAD, WINDOW, credit_frame, data_head
 from rallypoint.protocol.native import SharedReply
 from rallypoint.server.native_connection import NativeConnection
 
@@ -66,7 +66,7 @@ class Channel:
             raise BadMessage(f"channel {self.number} was sent {-self._window} bytes more than its window allows")
         if self._closing:
             return
-        if self._inbox or self._stalled or self.paused or self.handler.blocked:
+        if self._inbox or self._stalled or self._unsent or self._parent.paused or self.handler.blocked:
             self._inbox += data
             self._count()
             self.go_on()
@@ -139,6 +139,17 @@ class Channel:
 
     def send(self, data: bytes | SharedReply) -> None:
         """Send an answer, now if there is credit; what others get too is counted once."""
+        size = len(data)
+        if not self._unsent and size <= self._credit and not self._closing and self._parent.has_room:
+            if not isinstance(data, SharedReply):
+                if size <= MAX_CHUNK:
+                    self._credit -= size
+                    self._parent.put(data_head(self.number, size) + data, size)
+                    return
+            elif len(data.head) <= MAX_HEAD:
+                self._credit -= size
+                self._parent.put_shared(self.number, data)
+                return
         if not isinstance(data, SharedReply):
             self.send_parts([data])
             return
@@ -148,14 +159,10 @@ class Channel:
             self._shared = 0
 
     def send_parts(self, parts: list[bytes]) -> None:
-        """Send an answer in parts, of which no copy is kept."""
+        """Send an answer in parts, of which no copy is kept, when its turn comes."""
         if self.closing:
             return
         size = sum(map(len, parts))
-        if not self._unsent and size <= self._credit and size <= MAX_CHUNK and self._parent.has_room:
-            self._credit -= size
-            self._parent.put([data_head(self.number, size), *parts], size)
-            return
         self._output.extend(parts)
         self._unsent += size
         self._count()
@@ -231,7 +238,7 @@ class Channel:
         if size >= GRANT_BYTES and not (self._stalled or self._closing or self.handler.blocked):
             self._window += size
             self._dealt_with = 0
-            self._parent.put([credit_frame(self.number, size)])
+            self._parent.put(credit_frame(self.number, size))
 
     def _finish(self, why: str) -> None:
         """Tell the peer that the channel has ended. The handler learns of it later, as from a transport."""

@@ -20,7 +20,19 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.channels import CREDIT, DATA, ChannelFrames, Frame, close_frame
+from rallypoint.protocol.channels import (
+    CREDIT,
+    DATA,
+    MAX_CHUNK,
+    SHARED,
+    ChannelFrames,
+    Frame,
+    close_frame,
+    data_head,
+    shared_frames,
+    unpack_head,
+)
+from rallypoint.protocol.native import SharedReply
 from rallypoint.server.channel import Channel
 
 if TYPE_CHECKING:
@@ -57,6 +69,8 @@ class MultiplexedConnection:
         self._held = 0
         self._out: list[bytes] = []  # what goes out at the end of this turn
         self._out_bytes = 0
+        self._shared: list[tuple[bytes, list[tuple[int, bytes]]]] = []  # bodies, and who gets each behind which head
+        self._sharing: dict[int, list[tuple[int, bytes]]] = {}  # the same heads, by the identity of the body
         self._sending: deque[Channel] = deque()
         self._running: deque[Channel] = deque()
         self._busy = False  # whether `_collect` is about to be called
@@ -79,7 +93,7 @@ class MultiplexedConnection:
     @property
     def blocked(self) -> bool:
         """Whether something waits for the peer to read; where it does read, that has its turn without being called."""
-        return not self._scheduled and bool(self._out or self._sending or self._running)
+        return not self._scheduled and bool(self._out or self._shared or self._sending or self._running)
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
@@ -91,12 +105,25 @@ class MultiplexedConnection:
         """Carry out the requests in what came; return what is to be sent. Raises BadMessage, and is invalid after."""
         self._busy = True
         try:
-            for frame in self._frames.feed(data):
-                self._take(frame)
-            self._run_some()
+            channel = self._sole(data)
+            if channel is not None:
+                channel.receive(data[8:])
+            else:
+                for frame in self._frames.feed(data):
+                    self._take(frame)
+            if self._running:
+                self._run_some()
         finally:
             self._busy = False
         return self._collect()
+
+    def _sole(self, data: bytes) -> Channel | None:
+        """Return the channel that all of this is for, if it is one whole frame of data, as it often is."""
+        size = len(data)
+        if size <= 8 or self._frames.held:
+            return None
+        number, word = unpack_head(data)
+        return self._channels.get(number) if word == size - 8 and word <= MAX_CHUNK else None
 
     def end(self) -> None:
         """Note that the connection is gone, and with it all channels."""
@@ -128,11 +155,23 @@ class MultiplexedConnection:
         """Return the peer's address."""
         return self._connection.who()
 
-    def put(self, parts: list[bytes], size: int = 0) -> None:
-        """Send frames at the end of this turn."""
-        self._out.extend(parts)
+    def put(self, frame: bytes, size: int = 0) -> None:
+        """Send a frame at the end of this turn."""
+        self._out.append(frame)
         self._out_bytes += size
-        self._schedule()
+        if not self._busy:
+            self._schedule()
+
+    def put_shared(self, number: int, reply: SharedReply) -> None:
+        """Send a reply at the end of this turn, together with those to other channels that have the same body."""
+        heads = self._sharing.get(id(reply.body))
+        if heads is None:
+            self._sharing[id(reply.body)] = heads = []
+            self._shared.append((reply.body, heads))
+            self._out_bytes += len(reply.body)
+        heads.append((number, reply.head))
+        if not self._busy:
+            self._schedule()
 
     def line_up_to_send(self, channel: Channel) -> None:
         """Let a channel send when its turn comes."""
@@ -151,7 +190,7 @@ class MultiplexedConnection:
     def closed(self, channel: Channel, why: str) -> None:
         """Forget a channel, and tell the peer why."""
         if self._forget(channel.number) is not None:
-            self.put([close_frame(channel.number, why)])
+            self.put(close_frame(channel.number, why))
 
     def count(self, grown: int) -> None:
         """Note that more is held for a channel, or less."""
@@ -163,6 +202,8 @@ class MultiplexedConnection:
 
     def _take(self, frame: Frame) -> None:
         number, kind, size, body = frame
+        if kind == SHARED:
+            raise BadMessage("a shared frame, which only a server sends")
         channel = self._channels.get(number)
         if kind == DATA:
             if channel is None:
@@ -185,7 +226,7 @@ class MultiplexedConnection:
             return None
         self._last = number
         if len(self._channels) >= MAX_CHANNELS:
-            self.put([close_frame(number, f"too many channels: {MAX_CHANNELS} is the limit of one connection")])
+            self.put(close_frame(number, f"too many channels: {MAX_CHANNELS} is the limit of one connection"))
             return None
         channel = self._channels[number] = Channel(self._server, self, number)
         loop = asyncio.get_running_loop()
@@ -248,18 +289,32 @@ class MultiplexedConnection:
 
     def _collect(self) -> bytes:
         """Return what goes out now: what was put, and a frame of each channel in line, round after round."""
-        self._busy = True
-        while self._sending and self.has_room:
-            channel = self._sending.popleft()
-            channel.sends = False
-            self._out_bytes += channel.take(self._out)
-        self._busy = False
-        data = b"".join(self._out)
-        self._out.clear()
-        self._out_bytes = 0
+        if self._shared:
+            self._share()
+        if self._sending:
+            self._busy = True
+            while self._sending and self.has_room:
+                channel = self._sending.popleft()
+                channel.sends = False
+                self._out_bytes += channel.take(self._out)
+            self._busy = False
+        out, self._out_bytes = self._out, 0
+        data = out[0] if len(out) == 1 else b"".join(out)
+        out.clear()
         if self._sending or self._running:
             self._schedule()
         return data
+
+    def _share(self) -> None:
+        """Make frames of the replies that several channels may have in common."""
+        for body, heads in self._shared:
+            if len(heads) == 1 and len(heads[0][1]) + len(body) <= MAX_CHUNK:
+                number, head = heads[0]
+                self._out += (data_head(number, len(head) + len(body)), head, body)
+            else:
+                self._out += shared_frames(heads, body)
+        self._shared.clear()
+        self._sharing.clear()
 
 
 def _end_some(channels: list[Channel]) -> None:
