@@ -97,7 +97,7 @@ def shared_gateway() -> Server:
 def gateway_world(_: Path) -> Iterator[Callable[[], Place]]:
     """One gateway for all tests: every place is another door of it."""
     address = ("127.0.0.1", shared_gateway().port)
-    name = f"/doors/{next(_worlds)}"
+    name = f"/rounds/{next(_worlds)}"
     rounds = itertools.count(1)
 
     def fresh() -> Place:

@@ -273,9 +273,9 @@ def test_doors() -> None:
         assert set(server.statistics()["doors"]) == {"a/b c"}
         home.close_door(*where, "a/b c", AMPLE_S)
         assert server.statistics()["doors"] == {}
-        with pytest.raises(MeetingError, match=f"127.0.0.1:{server.port} refused PUT /doors//1: nothing here"):
+        with pytest.raises(MeetingError, match=f"127.0.0.1:{server.port} refused PUT /rounds//1: nothing here"):
             home.open_door(*where, "", 1, AMPLE_S)
-    with pytest.raises(rallypoint.ConnectionLost, match="PUT /doors/run/1"):
+    with pytest.raises(rallypoint.ConnectionLost, match="PUT /rounds/run/1"):
         home.open_door(*where, "run", 1, AMPLE_S)
 
 

@@ -254,7 +254,7 @@ def test_a_round_has_a_namespace_of_its_own(server: rallypoint.Server, relay: Re
         outside.set(b"/key", b"outside")
         peer.set(b"/key", b"inside")
         assert store.get("key") == b"inside" and outside.get(b"/key") == b"outside"
-        (described,) = relay.statistics()["doors"].items()
+        (described,) = relay.statistics()["round_ports"].items()
         assert described[0] == "apart"
         expected = {"round": 4, "scope": 1, "port": port, "connections": 2}
         assert expected.items() <= described[1].items()
@@ -333,7 +333,7 @@ def test_rounds_are_bounded(relay: RelayThread, monkeypatch: pytest.MonkeyPatch)
         relay.open_round("two", 1)
         with torch_at(relay.open_round("three", 1)) as three:
             three.ping()
-            assert sorted(relay.statistics()["doors"]) == ["one", "three"]
+            assert sorted(relay.statistics()["round_ports"]) == ["one", "three"]
             with pytest.raises(TooMany, match="2 are open"):
                 relay.open_round("four", 1)
     for run in ("one", "three"):
@@ -371,13 +371,25 @@ def test_pages(server: rallypoint.Server, relay: RelayThread) -> None:
 
 def test_rounds_by_http(relay: RelayThread) -> None:
     wanted = net.free_port("127.0.0.1")
-    port = json.loads(get(relay.address, f"/doors/by%20http/3?round=1&port={wanted}", "PUT"))["port"]
+    port = json.loads(get(relay.address, f"/rounds/by%20http/3?round=1&port={wanted}", "PUT"))["port"]
     assert port == wanted
-    assert get(relay.address, "/doors/by%20http/4?port=65536", "PUT") == "there is no such port\n"
+    assert get(relay.address, "/rounds/by%20http/4?port=65536", "PUT") == "there is no such port\n"
     with torch_at(port) as peer:
         peer.work(1)
-    assert "a later round of 'by http' has begun" in get(relay.address, "/doors/by%20http/2", "PUT")
-    assert json.loads(get(relay.address, "/doors/by%20http/3", "DELETE")) == {"closed": True}
+    assert "a later round of 'by http' has begun" in get(relay.address, "/rounds/by%20http/2", "PUT")
+    assert json.loads(get(relay.address, "/rounds/by%20http/3", "DELETE")) == {"closed": True}
+
+
+def test_a_round_may_be_open_to_other_nodes(relay: RelayThread) -> None:
+    other = "127.0.0.9"  # where the relay itself does not listen
+    here = json.loads(get(relay.address, "/rounds/here/1", "PUT"))["port"]
+    everywhere = json.loads(get(relay.address, "/rounds/everywhere/1?everywhere=1", "PUT"))["port"]
+    with Peer((other, everywhere)) as peer:
+        peer.work(1)
+    with pytest.raises(ConnectionRefusedError):
+        Peer((other, here))
+    for run in ("here", "everywhere"):
+        relay.close_round(run)
 
 
 def test_health_says_since_when_the_server_is_away_and_why(server: rallypoint.Server) -> None:

@@ -43,12 +43,12 @@ class Front:
         self.server, self.run = server, run
 
     def open(self, scope: int, run: str = "", query: str = "") -> int:
-        status, facts = ask(self.server.address, "PUT", f"/doors/{run or self.run}/{scope}{query}")
+        status, facts = ask(self.server.address, "PUT", f"/rounds/{run or self.run}/{scope}{query}")
         assert status == 200, facts
         return int(facts["port"])
 
     def close(self, path: str) -> bool:
-        status, facts = ask(self.server.address, "DELETE", f"/doors/{path}")
+        status, facts = ask(self.server.address, "DELETE", f"/rounds/{path}")
         assert status == 200, facts
         return bool(facts["closed"])
 
@@ -64,7 +64,7 @@ class Front:
 def front(server: Serving, request: pytest.FixtureRequest) -> Iterator[Front]:
     run = request.node.originalname
     yield Front(server, run)
-    ask(server.address, "DELETE", f"/doors/{run}")
+    ask(server.address, "DELETE", f"/rounds/{run}")
 
 
 def is_shut(address: tuple[str, int]) -> bool:
@@ -125,7 +125,7 @@ def test_the_door_of_a_later_round_closes_the_one_before(front: Front) -> None:
 
 def test_the_door_of_an_earlier_round_is_refused(front: Front) -> None:
     port = front.open(9)
-    status, why = ask(front.server.address, "PUT", f"/doors/{front.run}/8")
+    status, why = ask(front.server.address, "PUT", f"/rounds/{front.run}/8")
     assert status == 409 and why == f"a later round of {front.run!r} has begun, and this one is over\n"
     with front.peer(port) as peer:
         peer.work(1)
@@ -154,34 +154,34 @@ def test_names_of_runs_may_be_odd(front: Front) -> None:
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("PUT", "/doors/run"),
-        ("PUT", "/doors/run/"),
-        ("PUT", "/doors/run/one"),
-        ("PUT", "/doors/run/-1"),
-        ("PUT", "/doors/run/1.5"),
-        ("PUT", "/doors/run/1/2"),
-        ("PUT", f"/doors/run/{'9' * 5000}"),
-        ("PUT", "/doors/"),
-        ("PUT", "/doors//1"),
-        ("DELETE", "/doors/"),
-        ("DELETE", "/doors//1"),
-        ("DELETE", "/doors/run/one"),
-        ("DELETE", "/doors/run/"),
-        ("DELETE", "/doors/run/1/2"),
+        ("PUT", "/rounds/run"),
+        ("PUT", "/rounds/run/"),
+        ("PUT", "/rounds/run/one"),
+        ("PUT", "/rounds/run/-1"),
+        ("PUT", "/rounds/run/1.5"),
+        ("PUT", "/rounds/run/1/2"),
+        ("PUT", f"/rounds/run/{'9' * 5000}"),
+        ("PUT", "/rounds/"),
+        ("PUT", "/rounds//1"),
+        ("DELETE", "/rounds/"),
+        ("DELETE", "/rounds//1"),
+        ("DELETE", "/rounds/run/one"),
+        ("DELETE", "/rounds/run/"),
+        ("DELETE", "/rounds/run/1/2"),
     ],
 )
 def test_a_path_that_is_no_door_is_refused(front: Front, method: str, path: str) -> None:
     status, words = ask(front.server.address, method, path)
-    assert status == 404 and words.startswith("nothing here: PUT or DELETE /doors/RUN/SCOPE")
+    assert status == 404 and words.startswith("nothing here: PUT or DELETE /rounds/RUN/SCOPE")
     assert "run" not in front.doors()
 
 
 @pytest.mark.parametrize(
-    ("method", "path"), [("PUT", "/doors"), ("POST", "/doors/run/1"), ("PUT", "/"), ("DELETE", "/")]
+    ("method", "path"), [("PUT", "/rounds"), ("POST", "/rounds/run/1"), ("PUT", "/"), ("DELETE", "/")]
 )
 def test_another_method_is_refused(front: Front, method: str, path: str) -> None:
     assert ask(front.server.address, method, path)[0] == 405
-    assert ask(front.server.address, "GET", "/doors/run/1")[0] == 404
+    assert ask(front.server.address, "GET", "/rounds/run/1")[0] == 404
 
 
 def test_the_statistics_show_what_is_behind_doors(front: Front) -> None:
@@ -207,7 +207,7 @@ def test_a_door_listens_where_the_server_does_and_nowhere_else(tmp_path: Path) -
 
 def test_doors_go_with_the_server() -> None:
     with rallypoint.Server() as server:
-        port = ask(("127.0.0.1", server.port), "PUT", "/doors/run/1")[1]["port"]
+        port = ask(("127.0.0.1", server.port), "PUT", "/rounds/run/1")[1]["port"]
         peer = Peer(("127.0.0.1", port))
     assert peer.rest() == b"" and is_shut(("127.0.0.1", port))
 
@@ -273,11 +273,11 @@ def test_too_many_doors_are_told_so_over_http(tmp_path: Path) -> None:
     with script(few + SERVE, json.dumps({"port": 0})) as child:
         host, port = read_line(child).removeprefix("tcp://").split(":")
         place = (host, int(port))
-        door = ask(place, "PUT", "/doors/one/1")[1]["port"]
+        door = ask(place, "PUT", "/rounds/one/1")[1]["port"]
         with Peer((host, door)):
-            status, why = ask(place, "PUT", "/doors/other/1")
+            status, why = ask(place, "PUT", "/rounds/other/1")
             assert status == 503 and "too many rounds: 1 are open" in why
-        until(lambda: ask(place, "PUT", "/doors/other/1")[0], lambda status: status == 200)
+        until(lambda: ask(place, "PUT", "/rounds/other/1")[0], lambda status: status == 200)
 
 
 def test_those_behind_doors_and_those_in_front_share_the_limit(tmp_path: Path) -> None:

@@ -119,11 +119,11 @@ def test_every_popper_gets_an_item_and_no_item_comes_twice(gateways: tuple[Servi
 
 
 def test_a_door_is_the_same_store_at_both_gateways(gateways: tuple[Serving, Serving]) -> None:
-    ports = [ask(gateway.address, "PUT", "/doors/a%20run/3")["port"] for gateway in gateways]
+    ports = [ask(gateway.address, "PUT", "/rounds/a%20run/3")["port"] for gateway in gateways]
     with Peer(("127.0.0.1", ports[0])) as one, Peer(("127.0.0.1", ports[1])) as other, gateways[0].peer() as front:
         one.set(b"/k", b"behind")
         assert other.get(b"/k") == b"behind" and front.get(b"/k") == b""
-        later = ask(gateways[0].address, "PUT", "/doors/a%20run/4")["port"]
+        later = ask(gateways[0].address, "PUT", "/rounds/a%20run/4")["port"]
         assert one.rest() == b"", "the door of a later round closes the one before"
         with Peer(("127.0.0.1", later)) as new:
             assert new.get(b"/k") == b""
@@ -131,10 +131,10 @@ def test_a_door_is_the_same_store_at_both_gateways(gateways: tuple[Serving, Serv
 
 
 def test_who_closes_the_last_door_of_a_round_leaves_nothing(gateways: tuple[Serving, Serving], etcd_url: str) -> None:
-    ports = [ask(gateway.address, "PUT", "/doors/run/1")["port"] for gateway in gateways]
+    ports = [ask(gateway.address, "PUT", "/rounds/run/1")["port"] for gateway in gateways]
     with Peer(("127.0.0.1", ports[0])) as one, Peer(("127.0.0.1", ports[1])) as other:
         one.set(b"/k", b"v")
-        assert ask(gateways[0].address, "DELETE", "/doors/run/1") == {"closed": True}
+        assert ask(gateways[0].address, "DELETE", "/rounds/run/1") == {"closed": True}
         assert one.rest() == b"" and other.get(b"/k") == b"v"
 
     from rallypoint.etcd.space import Space
@@ -147,7 +147,7 @@ def test_who_closes_the_last_door_of_a_round_leaves_nothing(gateways: tuple[Serv
             await space.close()
 
     assert asyncio.run(behind()) == 1
-    assert ask(gateways[1].address, "DELETE", "/doors/run/1") == {"closed": True}
+    assert ask(gateways[1].address, "DELETE", "/rounds/run/1") == {"closed": True}
     until(lambda: asyncio.run(behind()), lambda left: not left)
 
 

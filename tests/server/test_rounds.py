@@ -280,11 +280,11 @@ async def test_a_round_whose_port_is_taken_after_a_restart_gets_another(
 
 
 def put(path: str) -> bytes:
-    return f"PUT /doors/{path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+    return f"PUT /rounds/{path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
 
 
 def delete(path: str) -> bytes:
-    return f"DELETE /doors/{path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
+    return f"DELETE /rounds/{path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()
 
 
 async def bodies(peer: Line, count: int) -> list[Any]:

@@ -232,7 +232,7 @@ def _addresses(host: str) -> set[str]:
 
 
 def _path(run: str, scope: int | None) -> str:
-    return f"/doors/{urllib.parse.quote(run, safe='')}" + ("" if scope is None else f"/{scope}")
+    return f"/rounds/{urllib.parse.quote(run, safe='')}" + ("" if scope is None else f"/{scope}")
 
 
 def _ask(host: str, port: int, method: str, path: str, timeout_s: float, recovers: bool) -> dict[str, Any]:

@@ -1,8 +1,9 @@
 """A relay's ports for rounds: behind each, clients of both protocols are in the namespace of one round of one run.
 
 PyTorch's workers use their store without a prefix, and cannot be told one, so every round of a run gets a port here, at
-the hosts where the relay itself listens. Opening that of a later round closes the one before, with its connections.
-A run's last port is closed by whoever leaves it last; where all have died, it stays until the room is needed.
+the hosts where the relay itself listens, or on all interfaces where workers of other nodes use it, too. Opening that of
+a later round closes the one before, with its connections. A run's last port is closed by whoever leaves it last; where
+all have died, it stays until the room is needed.
 
 The namespace is the server's: the first hello that names it creates it (`protocol/native.py`), a later round's replaces
 it, and closing a round here closes it there, too, by the server's own HTTP.
@@ -16,7 +17,7 @@ import asyncio
 import json
 import socket
 import urllib.parse
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rallypoint import net
@@ -35,6 +36,7 @@ __all__ = ["RelayRound", "RelayRounds", "close_at_server"]
 
 MAX_ROUNDS = 1024
 LOOPBACK = "127.0.0.1"
+EVERYWHERE = ("0.0.0.0", "::")
 MAX_ANSWER_BYTES = 65_536
 
 
@@ -100,8 +102,10 @@ class RelayRounds:
         """How many are connected at all of them."""
         return sum(one.connections for one in self._rounds.values())
 
-    def open(self, name: RoundName, port: int = 0) -> int:
+    def open(self, name: RoundName, port: int = 0, everywhere: bool = False) -> int:
         """Open the port of a round, this one where it can be had, and return it; it may be open already.
+
+        `everywhere` is on all interfaces.
 
         Raises TooLate, TooMany, and AddressTaken where no port can be had.
         """
@@ -112,7 +116,7 @@ class RelayRounds:
             return found.port
         if found is None and len(self._rounds) >= MAX_ROUNDS:
             self._make_room()
-        sockets = _listen(_hosts(self._relay.sockets), port)
+        sockets = _listen_everywhere(port) if everywhere else _listen(_hosts(self._relay.sockets), port)
         self.close(name.run)
         opened = self._rounds[name.run] = RelayRound(self._relay, name, sockets)
         self._relay.crowd += len(sockets)  # descriptors, too
@@ -179,7 +183,14 @@ def _hosts(sockets: list[socket.socket]) -> list[str]:
     return [sock.getsockname()[0] for sock in sockets if sock.family != socket.AF_UNIX] or [LOOPBACK]
 
 
-def _listen(hosts: list[str], port: int) -> list[socket.socket]:
+def _listen_everywhere(port: int) -> list[socket.socket]:
+    try:
+        return _listen(EVERYWHERE, port)
+    except AddressTaken:  # a machine without IPv6
+        return _listen(EVERYWHERE[:1], port)
+
+
+def _listen(hosts: Sequence[str], port: int) -> list[socket.socket]:
     """Listen on a port, or on a free one where that is taken."""
     if port:
         try:
@@ -191,7 +202,7 @@ def _listen(hosts: list[str], port: int) -> list[socket.socket]:
 
 async def close_at_server(server: net.Endpoint, run: str, scope: int | None) -> bool:
     """Close a round's namespace at the server; return whether there was one. Raises OSError and ValueError."""
-    path = f"/doors/{urllib.parse.quote(run, safe='')}" + ("" if scope is None else f"/{scope}")
+    path = f"/rounds/{urllib.parse.quote(run, safe='')}" + ("" if scope is None else f"/{scope}")
     reader, writer = await asyncio.open_connection(*server)
     try:
         writer.write(f"DELETE {path} HTTP/1.1\r\nhost: {server}\r\nconnection: close\r\n\r\n".encode())

@@ -82,11 +82,17 @@ class RelayServer(ServerBase):
         self.open_round_at(0, name, scope, number, done)
 
     def open_round_at(
-        self, port: int, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]
+        self,
+        port: int,
+        name: str,
+        scope: int,
+        number: int | None,
+        done: Callable[[int | Exception], None],
+        everywhere: bool = False,
     ) -> None:
         """Open a round at a port that all nodes of the run would like to have; another one where it is taken."""
         try:
-            done(self.rounds.open(RoundName(name, scope, number), port))
+            done(self.rounds.open(RoundName(name, scope, number), port, everywhere))
         except (TooLate, TooMany, AddressTaken) as error:
             done(error)
 
@@ -131,7 +137,7 @@ class RelayServer(ServerBase):
             "requests_asked": sum(session.asked for session in sessions),
             "requests_sent": sum(session.sent for session in sessions),
             "rounds": len(self.rounds.sessions),
-            "doors": self.rounds.statistics(),
+            "round_ports": self.rounds.statistics(),
         }
 
     def held_bytes(self) -> int:

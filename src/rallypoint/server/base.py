@@ -147,9 +147,15 @@ class ServerBase:
         raise NotImplementedError
 
     def open_round_at(
-        self, port: int, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]
+        self,
+        port: int,
+        name: str,
+        scope: int,
+        number: int | None,
+        done: Callable[[int | Exception], None],
+        everywhere: bool = False,
     ) -> None:
-        """Open the port of a run's round, this one where that can be had; a server picks its own."""
+        """Open the port of a run's round, this one where that can be had; only relays let their clients choose."""
         self.open_round(name, scope, number, done)
 
     def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:

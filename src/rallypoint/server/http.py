@@ -2,9 +2,9 @@
 
 `GET /healthz` answers "ok" while the server serves, and tells where its disk is full. `GET /about` tells which server
 this is and `GET /statistics` what it holds and who is here, both as JSON. `GET /` is a plain page that says what this
-is, what it holds and who is here, as far as a person reads. `PUT /doors/RUN/SCOPE?round=N` opens the port of a round
-(`server/rounds.py`) and answers its number; a relay takes the one in `&port=P` if that is free. `DELETE
-/doors/RUN/SCOPE` closes it, if it is not that of a later round; without the scope, whichever it is.
+is, what it holds and who is here, as far as a person reads. At a relay, `PUT /rounds/RUN/SCOPE?round=N` opens the
+port of a round (`relay/rounds.py`) and answers which: that of `&port=P` if it is free, and with `&everywhere=1` on all
+interfaces. `DELETE /rounds/RUN/SCOPE` closes the round, if it is not a later one; without the scope, whichever it is.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class HttpHandler:
     def _resource(self, request: h11.Request) -> tuple[int, str, bytes] | None:
         """Return the status, type and body of the answer; None where that comes later."""
         path, _, query = request.target.partition(b"?")
-        if path.startswith(b"/doors/") and request.method in (b"PUT", b"DELETE"):
+        if path.startswith(b"/rounds/") and request.method in (b"PUT", b"DELETE"):
             return self._round(request.method, query, *path.decode("ascii", "replace").split("/")[2:])
         if request.method not in (b"GET", b"HEAD"):
             return 405, "text/plain", b"only GET and HEAD are answered here\n"
@@ -138,7 +138,7 @@ class HttpHandler:
         name = urllib.parse.unquote(run)
         scope = _number(rest[0].encode()) if len(rest) == 1 else None
         if not name or (scope is None and (method == b"PUT" or rest)):
-            return 404, "text/plain", b"nothing here: PUT or DELETE /doors/RUN/SCOPE, or DELETE /doors/RUN\n"
+            return 404, "text/plain", b"nothing here: PUT or DELETE /rounds/RUN/SCOPE, or DELETE /rounds/RUN\n"
         self._waiting = True
         if scope is None or method == b"DELETE":
             self._server.close_round(name, scope, lambda closed: self._later(_json({"closed": closed})))
@@ -148,7 +148,10 @@ class HttpHandler:
             if port is not None and port > 65535:
                 self._waiting = False
                 return 404, "text/plain", b"there is no such port\n"
-            self._server.open_round_at(port or 0, name, scope, number, lambda answer: self._later(_opened(answer)))
+            everywhere = asked.get(b"everywhere") == [b"1"]
+            self._server.open_round_at(
+                port or 0, name, scope, number, lambda answer: self._later(_opened(answer)), everywhere
+            )
         if self._waiting:
             self._connection.stall()
         return None
