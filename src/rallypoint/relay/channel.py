@@ -12,6 +12,7 @@ Rejected: to refuse writes beyond the window. Whoever wrote half a request would
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 from rallypoint.protocol import BadMessage
@@ -70,6 +71,10 @@ class Channel:
         if self._waiting > self._credit or self._connection.paused:
             self._held_back = True
         self._connection.has_bytes(self)
+
+    def before_flush(self, write: Callable[[], None]) -> None:
+        """Have `write` called at the end of this turn of the event loop; what it writes is sent at once."""
+        self._connection.before_flush(write)
 
     def consumed(self, size: int) -> None:
         """Give the server credit for bytes that were dealt with."""

@@ -25,6 +25,7 @@ from rallypoint.protocol.channels import (
     CLOSE,
     CREDIT,
     DATA,
+    MAX_CHUNK,
     PREFACE,
     SHARED,
     ChannelFrames,
@@ -33,6 +34,7 @@ from rallypoint.protocol.channels import (
     credit_frame,
     data_head,
     split_shared,
+    unpack_head,
 )
 from rallypoint.relay.channel import Channel, ChannelOwner
 
@@ -62,7 +64,8 @@ class ChannelConnection(asyncio.Protocol):
     def __init__(self, traffic: Traffic, lost: Callable[[ChannelConnection], None]) -> None:
         self._traffic = traffic
         self._lost = lost
-        self.greeting: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+        self._loop = asyncio.get_running_loop()
+        self.greeting: asyncio.Future[bytes] = self._loop.create_future()
         """What the server answered to the preface; nothing where it ended the connection instead."""
 
         self.why = ""
@@ -80,6 +83,7 @@ class ChannelConnection(asyncio.Protocol):
         self._credits: dict[Channel, None] = {}
         self._closes: list[bytes] = []
         self._lingering = 0
+        self._writers: list[Callable[[], None]] = []
         self._flushing = False
         self._early = b""
         self._frames = ChannelFrames()
@@ -164,6 +168,11 @@ class ChannelConnection(asyncio.Protocol):
             data = self._early[size:]
         self._traffic.bytes_received += len(data)
         try:
+            channel = self._sole(data)
+            if channel is not None:
+                self._traffic.frames_received += 1
+                channel.feed(data[8:])
+                return
             for frame in self._frames.feed(data):
                 self._traffic.frames_received += 1
                 self._dispatch(frame)
@@ -172,7 +181,20 @@ class ChannelConnection(asyncio.Protocol):
         except BadMessage as error:
             self.abort(f"it broke the protocol: {error}")
 
+    def _sole(self, data: bytes) -> Channel | None:
+        """Return the channel that all of this is for, if it is one whole frame of data, as it often is."""
+        size = len(data)
+        if size <= 8 or self._frames.held:
+            return None
+        number, word = unpack_head(data)
+        return self.channels.get(number) if word == size - 8 and word <= MAX_CHUNK else None
+
     # What channels call
+
+    def before_flush(self, write: Callable[[], None]) -> None:
+        """Have `write` called at the end of this turn of the event loop, before what channels have is sent."""
+        self._writers.append(write)
+        self._flush_soon()
 
     def has_bytes(self, channel: Channel) -> None:
         """Send what a channel has at the end of this turn."""
@@ -234,12 +256,14 @@ class ChannelConnection(asyncio.Protocol):
             table.pop(channel, None)
 
     def _flush_soon(self) -> None:
-        if not self._flushing and not self.paused:
+        if not self._flushing and (self._writers or not self.paused):
             self._flushing = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
         """Write what is ready, a chunk of each channel in turn, until it is much."""
+        while self._writers:
+            self._writers.pop()()
         self._flushing = False
         if self.paused or self._transport.is_closing():
             return

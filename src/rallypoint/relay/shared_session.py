@@ -46,6 +46,11 @@ class SharedSession:
         self.repeated_to = self.core.number
         return self.core.repeat(now)
 
+    @property
+    def idle(self) -> bool:
+        """Whether there is nothing to send, and nobody to let go on."""
+        return not (self.merger or self.merger.released or self.core.owes)
+
     def send(self, room: int) -> bytes:
         """Return the requests to send next, about as many bytes of them as there is room for, and confirmations."""
         self.release()
@@ -61,8 +66,9 @@ class SharedSession:
             self._owed += request.op.__class__ not in WAITS
             parts.append(core.ask(request.op))
             room -= len(parts[-1])
-        parts.append(core.confirm())
-        return b"".join(parts)
+        if core.owes:
+            parts.append(core.confirm())
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def release(self) -> None:
         """Let clients go on whose calls have gathered."""
@@ -78,13 +84,14 @@ class SharedSession:
         if request is None:  # it came before, or was given up
             return []
         answer: Any = reply.result
-        draws = isinstance(request.op, ops.Draw)
+        kind = request.op.__class__
+        draws = kind is ops.Draw
         if reply.status != Status.OK:
             answer = error_of(reply, self._peer)
         elif draws:
             answer = _drawn(reply)
         self._end(request)
-        if isinstance(request.op, ops.Wait) and reply.number < self.repeated_to:
+        if kind is ops.Wait and reply.number < self.repeated_to:
             self.merger.drop(request)  # the answer and the repetition may have crossed: then it waits again
         if draws:
             self._undelivered[request] = reply

@@ -156,10 +156,13 @@ class TorchSession:
             self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Send what was asked, at the end of this turn of the event loop."""
-        if not self._scheduled:
+        """Send what was asked, if anything, at the end of this turn of the event loop."""
+        if not self._scheduled and not self._shared.idle:
             self._scheduled = True
-            asyncio.get_running_loop().call_soon(self._flush)
+            if self._channel is not None and not self._channel.ended:
+                self._channel.before_flush(self._flush)
+            else:
+                asyncio.get_running_loop().call_soon(self._flush)
 
     def delivered(self, request: Request | None) -> None:
         """Note that an item was handed to its client's connection, and is the client's now."""
@@ -202,14 +205,16 @@ class TorchSession:
                 else:
                     if reply.number >= shared.repeated_to:
                         self._closed_in_a_row = 0
-                    touched.update(dict.fromkeys(shared.take(reply)))
+                    for client in shared.take(reply):
+                        touched[client] = None
         except BadMessage as error:
             self._hang_up(f"malformed reply from the server: {error}")
         for client in touched:
             client.link.deliver()
         if channel is not None and channel is self._channel:
             channel.consumed(len(data))
-            self._flush()
+            if not self._shared.idle:
+                self._flush()
 
     def closed(self, why: str) -> None:
         """Note that the channel is gone; the session is not."""
