@@ -9,6 +9,8 @@
             b.mend()
             a.carrier_lost()  # the interface of `a` itself sees that its cable is gone
             a.mend()
+            b.cut_from(a)     # `b` has no way to `a` any more, and its connections to it are gone; all others stay
+            b.mend_to(a)
             with a.inside():  # this thread's new sockets belong to `a`, its loopback included
                 page = urlopen("http://localhost:29400/statistics")
 
@@ -35,12 +37,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["FILES", "IP", "Host", "hosts"]
+__all__ = ["FILES", "IP", "Host", "enter", "hosts"]
 
 IP = shutil.which("ip") or "/usr/sbin/ip"
-CLONE_NEWNET = 0x40000000
+CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19
 FILES = Path("/etc/netns")
-"""Where `ip netns exec NAME` finds the files, NAME/hosts among them, that it mounts over those in /etc."""
+"""Where `ip netns exec NAME` finds the files, as NAME/hosts and NAME/resolv.conf, that it mounts over those in /etc."""
 
 RENAME = 'echo "$0" > /proc/sys/kernel/hostname && exec "$@"'
 
@@ -71,6 +74,16 @@ class Host:
     def mend(self) -> None:
         """Undo `cut` and `carrier_lost`."""
         _ip("-n", self._switch, "link", "set", self._port, "master", "bridge", "up")
+
+    def cut_from(self, other: Host) -> None:
+        """Lose the way to another host, and every connection to it, which the other host does not hear of."""
+        _ip("-n", self.namespace, "route", "add", "unreachable", f"{other.address}/32")
+        ending = [IP, "netns", "exec", self.namespace, "ss", "--kill", "dst", other.address]
+        subprocess.run(ending, check=True, capture_output=True)
+
+    def mend_to(self, other: Host) -> None:
+        """Undo `cut_from`."""
+        _ip("-n", self.namespace, "route", "del", "unreachable", f"{other.address}/32")
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
@@ -104,6 +117,18 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
         yield tuple(made)
 
 
+def enter(namespace: str) -> None:
+    """Move this thread, and those that it starts from now on, to a host: its network, and its files in /etc."""
+    with open(f"/run/netns/{namespace}") as there:
+        _enter(there.fileno())
+    libc = ctypes.CDLL(None, use_errno=True)
+    failed = libc.unshare(CLONE_NEWNS) or libc.mount(b"", b"/", b"none", MS_SLAVE | MS_REC, None)
+    for file in (FILES / namespace).iterdir():
+        failed = failed or libc.mount(bytes(file), bytes(Path("/etc", file.name)), b"none", MS_BIND, None)
+    if failed:
+        raise OSError(ctypes.get_errno(), "cannot have files in /etc of one's own")
+
+
 def _add_host(namespace: str, switch: str, name: str, addresses: dict[str, str], undo: contextlib.ExitStack) -> None:
     _add_namespace(namespace, undo)
     files = FILES / namespace
@@ -111,6 +136,7 @@ def _add_host(namespace: str, switch: str, name: str, addresses: dict[str, str],
     undo.callback(shutil.rmtree, files)
     known = "".join(f"{address} {other}\n" for other, address in addresses.items())
     (files / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
+    (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # where nobody answers, and that is known at once
     _ip("-n", switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", namespace)
     _ip("-n", switch, "link", "set", name, "master", "bridge", "up")
     _ip("-n", namespace, "addr", "add", f"{addresses[name]}/24", "dev", "eth0")

@@ -45,6 +45,26 @@ def test_hosts_know_each_other_and_are_cut_and_mended() -> None:
 
 
 @pytest.mark.needs("netns")
+def test_a_host_loses_another_and_no_third() -> None:
+    with hosts(3) as (a, b, c):
+        with a.inside():
+            server = socket.create_server((a.address, 0))
+        port = server.getsockname()[1]
+        with b.inside():
+            connection = socket.create_connection(server.getsockname(), AMPLE_S)
+        accepted, _ = server.accept()
+        b.cut_from(a)
+        with pytest.raises(ConnectionAbortedError):
+            connection.recv(1)
+        assert "No route to host" in call(b, a, port) or "unreachable" in call(b, a, port)
+        assert call(c, a, port) == "met"
+        b.mend_to(a)
+        assert call(b, a, port) == "met"
+        for sock in (connection, accepted, server):
+            sock.close()
+
+
+@pytest.mark.needs("netns")
 def test_nothing_is_left_of_a_host() -> None:
     with hosts(2) as (_, b):
         process = b.popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"], stdout=-1)

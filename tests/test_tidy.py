@@ -118,6 +118,7 @@ FORBIDDEN_WORDS = words("manager managers helper helpers util utils common misc"
 
 SLEEPS: dict[tuple[str, str], str] = {
     ("tests/elastic/test_run_hosts.py", "last"): "how long a cut lasts is what is tested",
+    ("tests/interop/relayed_nodes.py", "cut"): "how long a cut lasts is what is tested",
 }
 """(file, function) of a test that may sleep, and why no event can be waited for."""
 

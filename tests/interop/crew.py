@@ -132,6 +132,7 @@ def _work(link: socket.socket, module: str, function: str, arguments: tuple[Any,
 
 if __name__ == "__main__":
     import pytest  # noqa: F401 - what members need is imported once, here
+    import torch._dynamo  # which DDP imports, too
     import torch.distributed.rpc  # noqa: F401
 
     _serve(socket.socket(fileno=int(sys.argv[1])))
