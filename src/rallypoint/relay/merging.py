@@ -162,6 +162,7 @@ class Merger:
         """Take an answer, a result or an error; return the calls that are done by it."""
         request.stage = Stage.ENDED
         calls, op = request.calls, request.op
+        request.calls = []  # no cycles for the garbage collector to find
         if isinstance(op, ops.Await):
             if answer is True:
                 calls = self._split(op.key, calls)
