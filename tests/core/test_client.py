@@ -35,11 +35,11 @@ def test_a_hello_names_the_namespace_of_a_round() -> None:
     assert (hello.run, hello.scope, hello.round) == ("", 0, None)
 
 
-def test_a_client_that_chooses_nothing_says_what_version_1_says() -> None:
+def test_a_client_that_chooses_nothing_says_its_attempt_and_what_version_1_says() -> None:
     client = Client("test", former=[b"old"])
-    assert said(client) == Hello(VERSION, "test", former=[b"old"])
+    assert said(client) == Hello(VERSION, "test", former=[b"old"], attempt=1)
     client.welcome(Reply(0, Status.OK, (VERSION, b"server", b"given", 2.0, False)), "peer")
-    assert said(client) == Hello(VERSION, "test", b"given", former=[b"old"])
+    assert said(client) == Hello(VERSION, "test", b"given", former=[b"old"], attempt=2)
 
 
 @pytest.mark.parametrize("identity", [b"server", b"other"])

@@ -106,7 +106,7 @@ class Client:
 
     With `server`, only one of that identity is taken for the store. `former` are sessions that this process has lost:
     what they hold in shared objects is still its own. With `session`, an id of 16 random bytes that the caller chose,
-    the session is opened under it however often its welcome is lost, and a late hello cannot take it back.
+    the session is opened under it however often its welcome is lost.
     """
 
     def __init__(
@@ -121,7 +121,6 @@ class Client:
         self._name = name
         self._former = list(former)
         self._opens = bool(session)  # and was not welcomed yet
-        self._counts_attempts = bool(session)
         self._attempt = 0
         self._namespace = namespace
         self.server = server
@@ -150,7 +149,7 @@ class Client:
     def greet(self) -> bytes:
         """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
         self._frames = Frames(MAX_FRAME_BYTES)
-        self._attempt += self._counts_attempts
+        self._attempt += 1  # so that a late hello cannot take the session back from a later one
         who = (self._name, self.session, self._pushes_seen, b"", self._former)
         return frame(Hello(VERSION, *who, self._opens, self._attempt, *self._namespace))
 
