@@ -682,3 +682,34 @@ def test_a_plain_pytorch_server_is_recognised() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_closing_ends_the_search_for_a_server_whatever_happens_to_it_at_that_moment(
+    server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def main() -> None:
+        for ticks in range(6):
+            attempts, fail = 0, asyncio.Event()
+
+            async def greet(session: aio._Session, endpoint: object, fail: asyncio.Event = fail) -> None:
+                nonlocal attempts
+                attempts += 1
+                await fail.wait()
+                raise OSError("no")
+
+            store = await aio.connect(server.url, timeout=DEADLINE_S)
+            with monkeypatch.context() as patch:
+                patch.setattr(aio._Session, "_greet", greet)
+                store._session._transport.abort()
+                while not attempts:
+                    await asyncio.sleep(0.01)
+                fail.set()
+                for _ in range(ticks):
+                    await asyncio.sleep(0)
+                await store.close()
+                searching = store._session._mending
+                assert searching is not None
+                await asyncio.wait([searching], timeout=DEADLINE_S / 2)
+                assert searching.done() and attempts == 1, f"after {ticks} ticks"
+
+    run(main())

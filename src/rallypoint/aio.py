@@ -170,6 +170,8 @@ class _Session:
                 except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
                     if search.ends(endpoint, error):
                         raise
+                    if self.over is not None:  # an attempt that fails at the moment of its cancellation hides that
+                        raise asyncio.CancelledError from None
                     useless, unwelcome = isinstance(error, (BadMessage, ValueError)), isinstance(error, Unwelcome)
                     search.failed(endpoint, _why_failed(error), useless, unwelcome)
             if self.outage is not None:
@@ -193,6 +195,8 @@ class _Session:
             self._away_s = self._core.welcome(await self._welcome, self._route.peer(endpoint))
             if transport.is_closing():  # it was lost before it could be ours to mend
                 raise ConnectionError("the server closed it")
+            if self.over is not None:  # the store was closed meanwhile, and the cancellation came too late
+                raise asyncio.CancelledError
         except BaseException:
             transport.abort()
             raise
