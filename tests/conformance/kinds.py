@@ -18,7 +18,7 @@ from pathlib import Path
 from tests.etcd.fixtures import etcd_space, shared_cluster
 from tests.wire import http
 
-from rallypoint import FileStore, HashStore, PrefixStore, Server, Store, TCPStore, connect
+from rallypoint import FileStore, HashStore, PrefixStore, Relay, Server, Store, TCPStore, connect
 
 
 @dataclass(frozen=True)
@@ -114,6 +114,34 @@ def gateway_world(_: Path) -> Iterator[Callable[[], Place]]:
 _worlds = itertools.count(1)
 
 
+@functools.cache
+def shared_relay() -> Relay:
+    """Return the relay that all tests of this process share, of a server that they share."""
+    server = Server()
+    atexit.register(server.close)
+    relay = Relay(server.url)
+    atexit.register(relay.close)
+    return relay
+
+
+@contextlib.contextmanager
+def relay_world(_: Path) -> Iterator[Callable[[], Place]]:
+    """One relay for all tests: every place is another round at it."""
+    address = ("127.0.0.1", shared_relay().port)
+    name = f"/rounds/{next(_worlds)}"
+    rounds = itertools.count(1)
+
+    def fresh() -> Place:
+        answer = http(address, f"PUT {name}/{next(rounds)} HTTP/1.0\r\n\r\n".encode())
+        port = json.loads(answer.partition(b"\r\n\r\n")[2])["port"]
+        return Place(lambda: TCPStore("127.0.0.1", port), f"tcp://127.0.0.1:{port}")
+
+    try:
+        yield fresh
+    finally:
+        http(address, f"DELETE {name} HTTP/1.0\r\n\r\n".encode())
+
+
 def prefixed(kind: Kind) -> Kind:
     """Return the same kind, seen through a prefix."""
 
@@ -135,10 +163,12 @@ BARE = [
     Kind("hash", hash_world, shared=False),
     Kind("file", file_world, shared=True),
     Kind("tcp", tcp_world, shared=True),
+    Kind("relay", relay_world, shared=True),
     Kind("etcd", etcd_world, shared=True, needs="etcd"),
     Kind("gateway", gateway_world, shared=True, needs="etcd"),
 ]
 KINDS = [*BARE, prefixed(BARE[0])]
 """What most tests run on: a prefix is one and the same view of all kinds."""
 
-EVERY_VIEW = [*BARE, *map(prefixed, BARE[:-1])]
+EVERY_VIEW = [*BARE, *(prefixed(kind) for kind in BARE if kind.name not in ("relay", "gateway"))]
+"""What the slowest test runs on: clients of a relay or a gateway make their prefixes as those of a server do."""
