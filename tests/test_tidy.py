@@ -50,6 +50,7 @@ LAYERS = (
     ("relay",),
     ("elastic",),
     ("compat", "torch"),
+    ("torchrun_options",),
     ("torchrun",),
     ("__init__",),
     ("cli",),

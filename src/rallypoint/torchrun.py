@@ -1,9 +1,9 @@
 """The torchrun plug-in: `torchrun --rdzv-backend=rallypoint --rdzv-endpoint=host:29400 ...`.
 
 The endpoint is a rallypoint server that runs already, or else the node whose address that is starts one, which outlives
-the agent. Workers get as MASTER_ADDR and MASTER_PORT a door of that server (`server/doors.py`), so that each round has
-a store of its own that dies with no worker and no agent. The endpoint may also be a store in etcd, `etcd://a:2379,b:2379/space`;
-then every agent starts a gateway to that on loopback, and workers get a door of their own node's.
+the agent. Every agent has a relay of it, and workers get as MASTER_ADDR and MASTER_PORT a port of rank 0's relay, or of
+their own node's (`elastic/store_provider.py`): a store of its own for each round, that dies with no worker. Where the
+store is in etcd, `etcd://a:2379,b:2379/space`, every agent has a gateway to that instead, for its own workers.
 
 torchrun calls `shutdown` when an agent ends, whatever came of it, and its own handlers then close the rendezvous for
 all. Here it is leaving. An agent that has come to torchrun's exit barrier is done, and its round stands without it;
@@ -20,6 +20,7 @@ exit barrier instead, five minutes for agents that may be dead: here it waits wh
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -41,42 +42,35 @@ from torch.distributed.elastic.rendezvous import (
 from rallypoint import net
 from rallypoint.core.machine import Waiting
 from rallypoint.deadline import Deadline, Timeout
-from rallypoint.elastic import home
+from rallypoint.elastic import store_provider
+from rallypoint.elastic.job import LOCAL, RANK0
 from rallypoint.elastic.meeting import why_lost
 from rallypoint.elastic.rendezvous import Rendezvous, Round
+from rallypoint.elastic.round_port import RoundOver
+from rallypoint.elastic.store_provider import StoreProvider, rank0_address
 from rallypoint.elastic.watch import Change
 from rallypoint.errors import ConnectFailed, MembersMissing, NetworkError, RallypointError, RunClosed, StoreTimeout
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.store.base import Store
+from rallypoint.store.relay_address import VARIABLE as RELAY
 from rallypoint.text import printable
 from rallypoint.torch import TorchStore
+from rallypoint.torchrun_options import read_flag, read_options
 
 __all__ = ["RoundStore", "TorchrunHandler", "create_handler", "handler"]
 
 log = logging.getLogger("rallypoint.torchrun")
 
-OPTIONS = {
-    "join_timeout": "seconds that a node waits for a round (600)",
-    "last_call_timeout": "seconds that a round of enough nodes waits for more (30)",
-    "read_timeout": "seconds to reach the server, and that an operation of the store may take (60)",
-    "is_host": "whether this node starts the server, if none runs (else found out from the endpoint)",
-    "rank": "the rank that this node asks for",
-    "node": "the name of this node, by which it gets its rank back (its host name)",
-}
-ACCEPTED = {
-    "timeout": "torchrun gives it always, for back ends of old",
-    "store_type": "there is one kind of store",
-    "close_timeout": "closing is one request",
-    "keep_alive_interval": "liveness is the connection",
-    "keep_alive_max_attempt": "liveness is the connection",
-    "heartbeat_timeout": "liveness is the connection",
-}
-"""Options of torch's own back ends that mean nothing here."""
-
 SUCCEEDED = "succeeded"
 
 LOOK_S = 0.5
 """How often one who waits looks whether the round is over."""
+
+PORT_KEY = "rallypoint/port"
+"""The key of a round by which rank 0's agent tells the port of the workers' store."""
+
+RANK0_ADDRESS = "RALLYPOINT_RANK0_ADDR"
+"""The variable that tells workers where the node of rank 0 is reached."""
 
 EXIT_BARRIER = "torchelastic/agent/terminal_state"
 LAST_MEMBER = f"{EXIT_BARRIER}/last_member"
@@ -128,7 +122,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
     """The rendezvous of one torchrun agent."""
 
     def __init__(self, params: RendezvousParameters) -> None:
-        options = _options(params)
+        options = read_options(params)
         self._run_id = params.run_id
         self._read_s = float(options.get("read_timeout", 60))
         self._join_s = float(options.get("join_timeout", 600))
@@ -136,31 +130,34 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         self._round: Round | None = None
         self._store: RoundStore | None = None
         self._params = params
-        self._is_host = _flag(options.get("is_host"))
+        self._is_host = read_flag(options.get("is_host"))
+        self._relay = options.get("relay", RANK0)
         try:
-            self._home = self._open(self._read_s)
+            self._provider = self._open(self._read_s)
         except RallypointError as error:
             raise RendezvousConnectionError(f"no server at {params.endpoint}: {error}") from error
         self._rendezvous = self._meet(options)
 
-    def _open(self, within_s: float) -> home.Home:
+    def _open(self, within_s: float) -> StoreProvider:
         where = self._params.endpoint
         if where.startswith("etcd://"):
-            return home.on_etcd(where, self._run_id, within_s)
+            return store_provider.on_etcd(where, self._run_id, within_s)
         endpoint = net.parse_endpoint(where, DEFAULT_PORT)
-        store = home.find_or_start(endpoint, self._is_host, within_s, _say_in_vain)
-        store.set_timeout(self._read_s)
-        return home.Home(store, net.Endpoint(endpoint.host, store.port))
+        local = self._relay == LOCAL
+        found = store_provider.at_endpoint(endpoint, self._is_host, within_s, _say_in_vain, local=local)
+        found.store.set_timeout(self._read_s)
+        return found
 
     def _meet(self, options: dict[str, Any]) -> Rendezvous:
         params = self._params
         return Rendezvous(
-            self._home.store,
+            self._provider.store,
             params.run_id,
             params.min_nodes,
             params.max_nodes,
             node=options.get("node"),
             rank=None if "rank" not in options else int(options["rank"]),
+            settings={} if self._relay == RANK0 else {"relay": self._relay},
             last_call=float(options.get("last_call_timeout", 30)),
             address=params.local_addr,
             spare=params.min_nodes < params.max_nodes,
@@ -170,11 +167,11 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
     def _attach_again(self, lost: NetworkError, deadline: Deadline) -> None:
         """Open another session after one was lost; the node is the same, and the run, too, if the server is."""
         log.warning("%s; looking for the server again for up to %.0f s", why_lost(lost), deadline.remaining())
-        before, earlier = self._home.server_id, self._rendezvous
-        self._home.close()
-        self._home = self._open(deadline.remaining())
-        self._rendezvous = self._meet(_options(self._params))
-        self._rendezvous.succeed(earlier, before == self._home.server_id)
+        before, earlier = self._provider.server_id, self._rendezvous
+        self._close()
+        self._provider = self._open(deadline.remaining())
+        self._rendezvous = self._meet(read_options(self._params))
+        self._rendezvous.succeed(earlier, before == self._provider.server_id)
 
     def get_backend(self) -> str:
         """Return the name of this back end."""
@@ -188,7 +185,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
     def next_rendezvous(self) -> RendezvousInfo:
         """Come, or come again, and return this node's place in the next round."""
         try:
-            found, door = self._come()
+            found, master = self._come()
         except MembersMissing as error:
             raise RendezvousTimeoutError(str(error)) from error
         except NetworkError as error:
@@ -198,7 +195,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         log.info("%r: %s", found, printable(found.reason))
         self._store = RoundStore(found.store, self._rendezvous.changed)
         self._store.set_timeout(timedelta(seconds=self._read_s))
-        info = RendezvousStoreInfo(*door)
+        info = RendezvousStoreInfo(*master)
         store: Any = self._store
         return RendezvousInfo(store, found.rank, found.world_size, info)
 
@@ -211,9 +208,11 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         self._rendezvous.close("closed", "by its agent")
 
     def num_nodes_waiting(self) -> int:
-        """Return more than 0 when the round is over: a node was lost, left or waits, or this one's gateway has died."""
+        """Return more than 0 when the round is over: a node was lost, left or waits, or its workers' store has died."""
         change = self._rendezvous.changed
-        over = (change.reason or "it was left") if change.is_set() else self._round is not None and self._home.lost()
+        over = (
+            (change.reason or "it was left") if change.is_set() else self._round is not None and self._provider.lost()
+        )
         if over:
             log.warning("the round is over: %s", printable(over))
         return int(bool(over))
@@ -230,12 +229,12 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             if self._round is not None and self._round.store.check([LAST_MEMBER]):
                 self._rendezvous.close(SUCCEEDED, "all agents have passed the exit barrier")
             self._rendezvous.leave(failed="" if failure is None else _cause(failure), done=done)
-            self._close_door()
+            self._close_round()
         except RallypointError as error:
             log.warning("could not leave %r: %s", self._rendezvous, error)
             return False
         finally:
-            self._home.close()
+            self._close()
         return True
 
     def _come(self) -> tuple[Round, net.Endpoint]:
@@ -255,19 +254,49 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
                 lost = error
 
     def _enter(self, deadline: Deadline) -> tuple[Round, net.Endpoint]:
-        """Join, and open the door of the round; one that is past already is followed by another."""
+        """Join, and find the store of the round; one that is past already is followed by another."""
         while True:
             found = self._round = self._join()
             self._joined = True
             try:
-                server, again = self._home.server(), self._home.recovers
-                port = home.open_door(*server, self._run_id, found.scope, self._read_s, found.number, again)
-                return found, net.Endpoint(server.host, port)
-            except home.RoundOver as error:
+                return found, self._store_of(found)
+            except RoundOver as error:
                 if deadline.expired():
                     raise
                 log.warning("%r was over before this node could begin: %s", found, error)
                 self._rendezvous.changed.wait(LOOK_S)
+
+    def _store_of(self, found: Round) -> net.Endpoint:
+        """Return where the workers of a round find their store, as rank 0's node tells all; tell them of the relay.
+
+        Workers of torchrun's have the environment of its agent.
+        """
+        provider, run = self._provider, self._run_id
+        port = provider.offer(run, found, self._read_s)
+        if found.rank == 0:
+            found.store.set(PORT_KEY, str(port))
+        else:
+            port = self._await_port(found)
+        place = provider.store_of(run, found, port, self._read_s)
+        os.environ[RANK0_ADDRESS] = rank0_address(found)
+        os.environ.update({RELAY: provider.relay()} if provider.relay() else {})
+        return place
+
+    def _await_port(self, found: Round) -> int:
+        """Return the port that rank 0's agent has for this round; raise RoundOver where it does not say in time."""
+        deadline = Deadline(self._read_s)
+        while True:
+            over = self._rendezvous.changed.is_set()
+            try:
+                return int(found.store.get(PORT_KEY, timeout=min(deadline.remaining(), LOOK_S)))
+            except StoreTimeout:
+                if over or deadline.expired():
+                    raise RoundOver(f"rank 0 ({found.first.name}) has not said where the workers' store is") from None
+
+    def _close(self) -> None:
+        """End the session, and the relay, of which others must not be told any more."""
+        os.environ.pop(RELAY, None)
+        self._provider.close()
 
     def _join(self) -> Round:
         """Join, and end where the run does: well, if that ended well."""
@@ -281,12 +310,11 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             log.warning("this node was not needed: %s", closed)
             raise SystemExit(0) from None  # torch's agent would fail over its own error for this
 
-    def _close_door(self) -> None:
-        """Close the door of the last round, where nobody is left who could use it."""
+    def _close_round(self) -> None:
+        """Close the store of the last round, where nobody is left who could use it."""
         status = self._rendezvous.status()
         if self._round is not None and not status.nodes and not status.waiting:
-            at = self._home
-            home.close_door(*at.server(), self._run_id, self._read_s, self._round.scope, at.recovers)
+            self._provider.close_round(self._run_id, self._round.scope, self._read_s)
 
 
 def _say(waiting: Waiting) -> None:
@@ -304,31 +332,3 @@ def _cause(failure: BaseException) -> str:
         how = first.signal_name() if first.exitcode < 0 else f"exit code {first.exitcode}"
         return f"rank {rank} failed: {how}, pid {first.pid}"
     return f"{type(failure).__name__}: {failure}"
-
-
-def _options(params: RendezvousParameters) -> dict[str, Any]:
-    """Return the options of --rdzv-conf; refuse by name what is none."""
-    options = {name: value for name, value in params.config.items() if value is not None}
-    for name in options:
-        if name not in OPTIONS and name not in ACCEPTED:
-            known = ", ".join([*OPTIONS, *ACCEPTED])
-            raise ValueError(f"--rdzv-conf has no option {name!r} for the rallypoint back end; there are {known}")
-        if name in ACCEPTED:
-            log.info("--rdzv-conf %s is not needed: %s", name, ACCEPTED[name])
-    for name in ("join_timeout", "last_call_timeout", "read_timeout", "rank"):
-        try:
-            number = int if name == "rank" else float
-            if name in options and not 0 <= number(options[name]) < float("inf"):
-                raise ValueError
-        except ValueError:
-            raise ValueError(f"--rdzv-conf {name} must be a number, and not negative: {options[name]!r}") from None
-    return options
-
-
-def _flag(value: Any) -> bool | None:
-    if value is None or isinstance(value, bool):
-        return value
-    words = {"1": True, "true": True, "t": True, "yes": True, "0": False, "false": False, "f": False, "no": False}
-    if str(value).lower() not in words:
-        raise ValueError(f"--rdzv-conf is_host must be true or false, not {value!r}")
-    return words[str(value).lower()]

@@ -1,4 +1,4 @@
-"""The server of a run: found where it runs, started by one of those who could, and by nobody else; and its doors."""
+"""The server of a run: found where it runs, started by one of those who could, and by nobody else."""
 
 from __future__ import annotations
 
@@ -8,19 +8,17 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from tests.recovering import RecoveringServer
 from tests.wire import AMPLE_S, read_line, script, until, wait_for_end
 
 import rallypoint
-from rallypoint import AddressTaken, ConnectFailed, MeetingError, net
+from rallypoint import AddressTaken, ConnectFailed, net
 from rallypoint.deadline import Deadline
-from rallypoint.elastic import home, meeting
+from rallypoint.elastic import home, meeting, store_provider
 from rallypoint.elastic.bell import Bell
 from rallypoint.elastic.events import Events
 from rallypoint.elastic.job import Command, Job
@@ -180,17 +178,12 @@ def test_a_loopback_endpoint_does_not_listen_everywhere(host: str) -> None:
     with found(host) as (store, _):
         places = listens_at(store.port)
         assert places and all(home.is_loopback(place) for place in places), places
-        door = home.open_door(host, store.port, "run", 1, AMPLE_S)
-        assert listens_at(door) == places
 
 
 def test_an_ipv6_literal() -> None:
     with found("::1") as (store, _):
         assert listens_at(store.port) == {"::1"}
-        door = home.open_door("::1", store.port, "run", 1, AMPLE_S)
-        assert listens_at(door) == {"::1"}
-        with rallypoint.TCPStore("::1", door, timeout=AMPLE_S) as behind:
-            assert behind.add("k", 1) == 1
+        assert store.add("k", 1) == 1
 
 
 def named(monkeypatch: pytest.MonkeyPatch, name: str, address: str) -> None:
@@ -219,64 +212,7 @@ def test_who_is_told_to_be_the_host_under_a_foreign_address_listens_everywhere(m
         assert listens_at(store.port) == {"0.0.0.0"}
 
 
-# Doors
-
-
-@pytest.mark.parametrize("method", ["PUT", "DELETE"])
-def test_a_server_that_recovers_is_asked_again_when_it_dies_of_a_request(method: str) -> None:
-    """Nobody can tell whether it had carried it out; to be asked twice is the same as once."""
-    asked = []
-
-    def serve(listener: socket.socket) -> None:
-        whole = b'HTTP/1.1 200 OK\r\ncontent-length: 12\r\n\r\n{"port": 12}'
-        for answer in (b"", whole[:10], whole[:-1], whole):
-            with listener.accept()[0] as peer:
-                asked.append(peer.recv(1000).split(b" ")[0].decode())
-                peer.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
-        serving = pool.submit(serve, listener)
-        where = listener.getsockname()
-        if method == "PUT":
-            assert home.open_door(*where, "run", 1, AMPLE_S, recovers=True) == 12
-        else:
-            home.close_door(*where, "run", AMPLE_S, 1, recovers=True)
-        serving.result(AMPLE_S)
-    assert asked == [method] * 4
-
-
-def test_a_door_is_opened_when_the_server_is_back() -> None:
-    with RecoveringServer(AMPLE_S, AMPLE_S) as server, ThreadPoolExecutor(1) as pool:
-        at = net.Endpoint("127.0.0.1", server.port)
-        there = home.Home(rallypoint.connect(server.url, timeout=AMPLE_S), at)
-        assert there.recovers
-        door = home.open_door(*at, "run", 1, AMPLE_S)
-        server.kill()
-        opening = pool.submit(home.open_door, *at, "run", 1, AMPLE_S, recovers=there.recovers)
-        server.start()
-        assert opening.result(AMPLE_S) == door
-        there.close()
-    with rallypoint.Server() as memory:
-        there = home.Home(rallypoint.connect(memory.url), net.Endpoint("127.0.0.1", memory.port))
-        assert not there.recovers
-        there.close()
-
-
-def test_doors() -> None:
-    with rallypoint.Server() as server:
-        where = ("127.0.0.1", server.port)
-        door = home.open_door(*where, "a/b c", 5, AMPLE_S)
-        assert door == home.open_door(*where, "a/b c", 5, AMPLE_S)
-        with pytest.raises(home.RoundOver, match="a later round of 'a/b c' has begun, and this one is over"):
-            home.open_door(*where, "a/b c", 4, AMPLE_S)
-        home.close_door(*where, "a/b c", AMPLE_S, 4)
-        assert set(server.statistics()["doors"]) == {"a/b c"}
-        home.close_door(*where, "a/b c", AMPLE_S)
-        assert server.statistics()["doors"] == {}
-        with pytest.raises(MeetingError, match=f"127.0.0.1:{server.port} refused PUT /rounds//1: nothing here"):
-            home.open_door(*where, "", 1, AMPLE_S)
-    with pytest.raises(rallypoint.ConnectionLost, match="PUT /rounds/run/1"):
-        home.open_door(*where, "run", 1, AMPLE_S)
+# Its end
 
 
 def test_it_ends_when_everybody_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,10 +243,11 @@ def test_the_server_of_a_node_that_is_alone_is_told_of_it(
     class Told(Exception):
         pass
 
-    def start(**options: object) -> None:
+    def start(fd: int, **options: object) -> None:
+        os.close(fd)
         raise Told(options)
 
-    monkeypatch.setattr(meeting, "Server", start)
+    monkeypatch.setattr(store_provider, "Server", start)
     job = Job(command=Command("command", "true", ()), data_dir=data_dir)
     with pytest.raises(Told) as caught:
         meeting.Meeting(job, Events("", True, False), Bell()).attach(Deadline(AMPLE_S))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -156,7 +157,8 @@ def test_nodes_come_and_go_and_the_server_outlives_who_started_it(place: Place) 
     gone(*(int(match[1]) for node in (b, c, back) for match in node.until(r"^child (\d+)")))
 
 
-def test_a_failure_that_came_of_the_loss_of_a_node_does_not_end_the_run(place: Place) -> None:
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_failure_that_came_of_the_loss_of_a_node_does_not_end_the_run(place: Place, lost: int) -> None:
     code = """
     import socket, rallypoint
     with socket.create_server(("localhost", 0)) as listener:
@@ -170,14 +172,16 @@ def test_a_failure_that_came_of_the_loss_of_a_node_does_not_end_the_run(place: P
     stay()
     """
     words = [AT_ONCE, "--max-restarts=0", place.script(code)]
-    a, b = place.node("a", *words, nodes="1:2"), place.node("b", *words, nodes="1:2")
-    for node in (a, b):
-        node.until(r"^up \d 2 0")
-    a.child.kill()
-    b.up(0, world=1)
-    assert "ConnectionError: my peer is gone" in b.err and "lost a" in b.err
-    b.signal("SIGUSR1")
-    assert b.end() == 0
+    nodes = {name: place.node(name, *words, nodes="1:2") for name in "ab"}
+    ranks = {int(node.until(r"^up (\d) 2 0")[-1][1]): name for name, node in nodes.items()}
+    nodes[ranks[lost]].child.kill()
+    left = nodes[ranks[1 - lost]]
+    left.up(0, world=1)
+    assert "ConnectionError: my peer is gone" in left.err
+    why = rf"lost {ranks[1]}\b" if lost else rf"the relay of rank 0, on {ranks[0]} at 127.0.0.1:\d+, is gone"
+    assert re.search(why, left.err), left.err
+    left.signal("SIGUSR1")
+    assert left.end() == 0
 
 
 @pytest.mark.parametrize("name", ["SIGKILL", "SIGTERM"])
@@ -378,12 +382,13 @@ def test_nobody_waits_for_a_node_whose_worker_failed(place: Place, least: int) -
 
 
 def test_the_server_and_the_agents_number_rounds_alike(place: Place) -> None:
-    a = place.node("a", "--max-restarts=1", place.script(STAY), nodes="1:2")
+    code = "import rallypoint; rallypoint.TCPStore(os.environ['MASTER_ADDR'], int(os.environ['MASTER_PORT'])); stay()"
+    a = place.node("a", "--max-restarts=1", place.script(code), nodes="1:2")
     os.kill(a.up(0, world=1)[0], signal.SIGKILL)
     a.up(0, world=1, restarts=1)
     with urlopen(f"http://localhost:{place.port}/statistics", timeout=AMPLE_S) as page:
-        door = json.load(page)["doors"]["job"]
-    assert door["round"] == 2 and door["scope"] != 2
+        told = json.load(page)["namespaces"]["job"]
+    assert told["round"] == 2 and told["scope"] != 2
     a.signal("SIGUSR1")
     assert a.end() == 0
 

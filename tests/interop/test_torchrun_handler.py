@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,6 @@ import pytest
 from tests.wire import read_line, script, until
 
 import rallypoint
-from rallypoint.elastic import home
 
 from .crew import AMPLE_S
 
@@ -79,7 +79,11 @@ def test_a_round_of_two(make: Make, server: rallypoint.Server) -> None:
         (info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in (first, second)
     }
     ((host, port),) = places
-    assert host == "localhost" and port == server.statistics()["doors"]["run"]["port"]
+    assert host == "127.0.0.1" and port == two._provider._relay.relay.statistics()["round_ports"]["run"]["port"]
+    assert one._provider._relay.relay.statistics()["round_ports"] == {}, "rank 0's node has it"
+    with rallypoint.TCPStore(host, port, timeout=AMPLE_S) as workers:
+        workers.set("k", "of a worker")
+        assert server.statistics()["namespaces"]["run"]["keys"] == 1
     first.store.set("k", "v")
     assert second.store.get("k") == b"v"
     assert one.use_agent_store and one.get_backend() == "rallypoint" and one.get_run_id() == "run"
@@ -87,7 +91,7 @@ def test_a_round_of_two(make: Make, server: rallypoint.Server) -> None:
     two.shutdown()
     assert until(one.num_nodes_waiting, bool) == 1
     assert not one.is_closed(), "leaving is not closing"
-    assert server.statistics()["doors"], "somebody is left"
+    assert server.statistics()["rounds"], "somebody is left"
 
 
 def test_it_is_over_when_all_have_passed_the_exit_barrier(make: Make, server: rallypoint.Server) -> None:
@@ -96,7 +100,7 @@ def test_it_is_over_when_all_have_passed_the_exit_barrier(make: Make, server: ra
     agent.shutdown()
     status = rendezvous(server).status()
     assert (status.phase, status.result) == ("closed", "succeeded")
-    assert server.statistics()["doors"] == {}
+    assert server.statistics()["rounds"] == 0
     again = make().next_rendezvous()
     assert again.rank == 0 and not again.store.check([BARRIER])
 
@@ -112,19 +116,84 @@ def test_a_run_is_closed_for_all(make: Make) -> None:
         two.next_rendezvous()
 
 
-def test_a_round_that_is_over_before_its_door_is_open(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_round_that_is_over_before_its_port_is_open(make: Make) -> None:
     scopes: list[int] = []
-    opened = home.open_door
+    agent = make()
+    relay = agent._provider._relay
+    opened = relay.open
 
-    def too_late_at_first(host: str, port: int, run: str, scope: int, timeout_s: float, *rest: Any) -> int:
+    def too_late_at_first(run: str, scope: int, *rest: Any, **more: Any) -> int:
         if not scopes:  # others were faster
-            opened(host, port, run, scope + 1, timeout_s)
+            opened(run, scope + 1, *rest, **more)
         scopes.append(scope)
-        return opened(host, port, run, scope, timeout_s)
+        return int(opened(run, scope, *rest, **more))
 
-    monkeypatch.setattr(home, "open_door", too_late_at_first)
-    assert make().next_rendezvous().rank == 0
+    relay.open = too_late_at_first
+    assert agent.next_rendezvous().rank == 0
     assert len(scopes) > 1 and scopes == sorted(set(scopes))
+
+
+@pytest.mark.parametrize("relay", ["rank0", "local"])
+def test_workers_are_told_of_their_relay_and_of_rank_0(make: Make, relay: str) -> None:
+    one, two = make("2:2", relay=relay, node="a", rank="0"), make("2:2", relay=relay, node="b")
+    infos = [info.bootstrap_store_info for info in together(one, two)]
+    assert os.environ["RALLYPOINT_RANK0_ADDR"] == "127.0.0.1"
+    told = {agent._provider.relay() for agent in (one, two)}
+    assert os.environ["RALLYPOINT_RELAY"] in told and len(told) == 2
+    own = [agent._provider._relay.relay.statistics()["round_ports"] for agent in (one, two)]
+    if relay == "local":
+        assert [ports["run"]["port"] for ports in own] == [info.master_port for info in infos]
+    else:
+        assert infos[0].master_port == infos[1].master_port == own[0]["run"]["port"] and not own[1]
+    with contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(rallypoint.TCPStore(info.master_addr, info.master_port, timeout=AMPLE_S))
+            for info in infos
+        ]
+        stores[0].set("k", "v")
+        assert stores[1].get("k") == b"v", "both are one store"
+    for agent in (two, one):
+        agent.shutdown()
+    assert "RALLYPOINT_RELAY" not in os.environ
+
+
+def test_agents_that_choose_another_relay_do_not_meet(make: Make) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousError
+
+    one, two = make("2:2", relay="local", node="a"), make("2:2", node="b")
+    ended: list[RendezvousError] = []
+
+    def wait() -> None:
+        try:
+            one.next_rendezvous()
+        except RendezvousError as error:
+            ended.append(error)
+
+    waits = threading.Thread(target=wait)
+    waits.start()
+    until(one._rendezvous.status, lambda status: status.waiting)
+    with pytest.raises(RendezvousError, match="relay"):
+        two.next_rendezvous()
+    two.set_closed()
+    waits.join(AMPLE_S)
+    assert len(ended) == 1
+    with pytest.raises(ValueError, match="relay must be rank0 or local, not 'near'"):
+        make(relay="near")
+
+
+def test_an_agent_whose_relay_has_died_comes_again_and_all_with_it(make: Make, caplog: Any) -> None:
+    one, two = make("2:2", node="a", rank="0"), make("2:2", node="b")
+    before = [info.bootstrap_store_info.master_port for info in together(one, two)]
+    relay = one._provider._relay.relay
+    pid = relay.pid
+    os.kill(pid, signal.SIGKILL)
+    assert until(one.num_nodes_waiting, bool) and two.num_nodes_waiting() == 0
+    assert f"its relay (pid {pid}) has died" in caplog.text
+    after = [info.bootstrap_store_info for info in together(one, two)]
+    assert one.num_nodes_waiting() == two.num_nodes_waiting() == 0
+    assert len({info.master_port for info in after}) == 1 and after[0].master_port not in before
+    with rallypoint.TCPStore(after[1].master_addr, after[1].master_port, timeout=AMPLE_S) as store:
+        assert store.add("n", 1) == 1
 
 
 def test_an_agent_that_is_done_does_not_wait_for_one_that_is_gone(make: Make, caplog: Any) -> None:
@@ -189,7 +258,7 @@ def test_an_agent_whose_gateway_has_died_comes_again_and_has_another(etcd_url: s
     try:
         before = agent.next_rendezvous().bootstrap_store_info
         assert agent.num_nodes_waiting() == 0
-        gateway = agent._home._gateway
+        gateway = agent._provider._gateway
         os.kill(gateway.pid, signal.SIGKILL)
         gateway.wait(AMPLE_S)
         assert agent.num_nodes_waiting() == 1
@@ -219,7 +288,7 @@ def test_a_gateway_that_runs_is_the_endpoint(make: Make, etcd_url: str) -> None:
 
 def test_of_two_who_find_a_closed_run_one_opens_it_and_both_are_in_it(make: Make, server: rallypoint.Server) -> None:
     rendezvous(server).close("succeeded")
-    agent = make("1:2", last_call_timeout="60")
+    agent = make("1:2", last_call_timeout="60", rank="0")
     other = rendezvous(server, 2, node="other", last_call=60)
     status = agent._rendezvous.status
     found: list[Any] = []
@@ -340,7 +409,7 @@ def test_who_waits_in_vain_is_told_for_whom(make: Make) -> None:
 
 
 def test_the_document_has_every_option() -> None:
-    from rallypoint.torchrun import ACCEPTED, OPTIONS
+    from rallypoint.torchrun_options import ACCEPTED, OPTIONS
 
     text = DOCS.read_text()
     assert re.findall(r"^\| `(\w+)` \| .* \| .* \|$", text, re.M) == list(OPTIONS)

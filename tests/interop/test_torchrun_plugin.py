@@ -122,8 +122,8 @@ def test_jobs_on_one_server_do_not_disturb_each_other(served, server):
     for job, agent in agents.items():
         served.train_as([agent])
         served.some_steps(job)
-    doors = server.statistics()["doors"]
-    assert set(doors) == set(agents) and all(door["connections"] for door in doors.values())
+    rounds = server.statistics()["namespaces"]
+    assert set(rounds) == set(agents) and all(one["sessions"] for one in rounds.values())
     step = served.some_steps("one")
     os.kill(agents["one"].begun[-1].pid, signal.SIGKILL)
     served.train_as([agents["one"]], after=step)
@@ -132,7 +132,7 @@ def test_jobs_on_one_server_do_not_disturb_each_other(served, server):
     for job, agent in agents.items():
         served.stop_file(job).touch()
         assert served.codes(agent) == [0], served.said()
-    assert server.statistics()["doors"] == {}, "a run that is over leaves no door"
+    assert server.statistics()["rounds"] == 0, "a run that is over leaves no round"
 
 
 def test_who_does_not_agree_is_refused_at_once_by_name(served):

@@ -26,7 +26,7 @@ from rallypoint.core import ops
 from rallypoint.protocol import native
 from rallypoint.protocol.c10d import Opcode, encode, hello
 from rallypoint.relay import rounds
-from rallypoint.server.doors import TooLate, TooMany
+from rallypoint.server.round_errors import TooLate, TooMany
 
 MIB = 1024 * 1024
 LONG_S = 1000.0

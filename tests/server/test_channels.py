@@ -9,9 +9,9 @@ from itertools import pairwise
 
 import pytest
 from tests.server.fake_log import FakeLog, on_log
-from tests.server.peers import Line, Ours, settle
+from tests.server.peers import Ours, settle
 from tests.server.relays import Relay
-from tests.server.test_rounds import both, in_memory, opened
+from tests.server.test_rounds import both, in_memory
 
 from rallypoint import net
 from rallypoint.core import exchange, ops
@@ -550,14 +550,3 @@ async def test_two_channels_go_on_after_a_restart(server: StoreServer, log: Fake
     await settle()
     await restarted.close()
     await log.flow()
-
-
-# Who else answers
-
-
-@in_memory()
-async def test_a_round_listener_answers_as_pytorchs_server(server: StoreServer, log: FakeLog | None) -> None:
-    port = await opened(server, "run", 1)
-    peer = await Line.dial(port)
-    peer.says(channels.PREFACE)
-    assert await peer.hears(4) == channels.PREFACE[-4:]

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 from tests.server.fake_log import FakeLog, disk_full, on_log
-from tests.server.peers import Ours, Torch, settle
+from tests.server.peers import Ours, settle
 from tests.server.relays import Client, Relay
-from tests.server.test_rounds import both, closed, in_memory, opened
+from tests.server.test_rounds import both, closed, in_memory
 
 from rallypoint import net
 from rallypoint.core import entries, ops
@@ -272,34 +272,16 @@ async def test_a_session_is_resumed_in_its_own_namespace_only(server: StoreServe
     assert await back.asked(ops.Peek(2, b"/k")) == b"v"
 
 
-@both
-async def test_a_port_and_a_hello_lead_to_one_namespace(server: StoreServer, log: FakeLog | None) -> None:
-    by_port, by_name = await Torch.dial(await opened(server, "job", 1)), await client(server)
-    await by_port.greets()
-    await by_name.greets(run="job", scope=1)
-    await by_name.asked(ops.Set(1, b"/k", b"v"))
-    assert await by_port.gets(b"/k") == b"v"
-    await (await client(server)).greets(run="job", scope=2)
-    await by_port.ends()
-    assert await by_name.ends() == ""
-    other = await Torch.dial(await opened(server, "job", 2))  # the port comes after the name
-    await other.greets()
-    found = server.state.namespace_of("job")
-    assert found is not None and found.port
-
-
 @on_log
 async def test_namespaces_outlive_a_restart(server: StoreServer, log: FakeLog) -> None:
-    first, second = await client(server), await client(server)
-    await first.greets(ID, opens=True, run="job", scope=1)
+    first = await client(server)
+    await first.greets(ID, opens=True, run="job", scope=1, round=3)
     await first.asked(ops.Set(1, b"/k", b"v"))
-    await second.greets(OTHER, opens=True, run="ported", scope=1)
-    await opened(server, "ported", 1)
     await settle()
     restarted = StoreServer(Settings(), FakeLog(log.records))
-    await server.rounds.close_all()
     await restarted.open(net.listen(["127.0.0.1"], 0))
-    assert list(restarted.statistics()["doors"]) == ["ported"], "a namespace without a port gets none"
+    expected = {"round": 3, "scope": 1, "sessions": 1, "keys": 1}
+    assert restarted.statistics()["namespaces"] == {"job": expected}
     back = await client(restarted)
     assert (await back.greets(ID, run="job", scope=1))[4] is True
     assert await back.asked(ops.Peek(2, b"/k")) == b"v"

@@ -469,10 +469,12 @@ async def test_a_clean_stop_answers_what_is_being_committed(server: StoreServer,
     await native.greets()
     await native.asked(ops.Lease(1, b"/leased", b"v", 0.0))
     web, out = await asyncio.open_connection("127.0.0.1", port)
+    server.rounds.create("run", 1, None, lambda _: None)
+    await settle()
     log.stalled = True
     native.asks(ops.Add(2, b"/n", 1))
     other.asks(Opcode.ADD, b"/n", 1)
-    out.write(b"PUT /rounds/run/1 HTTP/1.1\r\nHost: x\r\n\r\n")
+    out.write(b"DELETE /rounds/run/1 HTTP/1.1\r\nHost: x\r\n\r\n")
     while not log.committing or server.log is None or len(log.batches[-1]) + len(server.log._waiting) < 3:
         await asyncio.sleep(0)
     closing = asyncio.ensure_future(server.close())

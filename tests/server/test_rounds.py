@@ -1,24 +1,22 @@
-"""Round listeners: a port with a namespace of its own for each round of a run; in memory, and through a log."""
+"""Rounds: namespaces of a server, entered by the hello that names one, and closed over HTTP; in memory and on a log."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 from tests.server.fake_log import Bugs, FakeLog, disk_full, on_log
-from tests.server.peers import Line, Ours, Torch, settle
+from tests.server.peers import Line, Ours, settle
+from tests.server.relays import Client, Relay
 from tests.wire import AMPLE_S
 
 from rallypoint import net
 from rallypoint.core import lock, ops
-from rallypoint.core.entries import OpenNamespace
-from rallypoint.protocol.c10d import Opcode, encode
-from rallypoint.server.doors import TooLate
-from rallypoint.server.rounds import RoundListener
+from rallypoint.server import rounds
+from rallypoint.server.round_errors import NoPorts
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
@@ -56,14 +54,20 @@ def both(test: Callable[[StoreServer, FakeLog | None], Awaitable[None]]) -> Call
     return call
 
 
-async def opened(server: StoreServer, name: str, scope: int, number: int | None = None) -> int:
-    """Return the port of a round, or raise why there is none."""
-    answer: asyncio.Future[int | Exception] = asyncio.get_running_loop().create_future()
-    server.open_round(name, scope, number, answer.set_result)
-    port = await answer
-    if isinstance(port, Exception):
-        raise port
-    return port
+async def entered(server: StoreServer, run: str, scope: int, number: int | None = None) -> Client:
+    """Return a client in the namespace of a round, on a connection with channels of its own."""
+    peer = (await Relay(server).opens()).client()
+    await peer.greets(run=run, scope=scope, round=number)
+    assert peer.session
+    return peer
+
+
+async def leaves(peer: Client) -> None:
+    """Have a client end its session."""
+    peer.asks(ops.Bye(1))
+    await settle()
+    peer.closes()
+    await settle()
 
 
 async def closed(server: StoreServer, name: str, scope: int | None = None) -> bool:
@@ -72,24 +76,11 @@ async def closed(server: StoreServer, name: str, scope: int | None = None) -> bo
     return await answer
 
 
-async def ours(port: int) -> Ours:
-    peer = await Ours.dial(port)
+async def ours(server: StoreServer) -> Ours:
+    """Return a client of the namespace that is everybody's."""
+    peer = await Ours.dial(main_port(server))
     await peer.greets()
-    assert peer.session
     return peer
-
-
-async def torch(port: int) -> Torch:
-    return await (await Torch.dial(port)).greets()
-
-
-async def is_shut(port: int) -> bool:
-    try:
-        _, writer = await asyncio.open_connection("127.0.0.1", port)
-    except ConnectionRefusedError:
-        return True
-    writer.close()
-    return False
 
 
 def main_port(server: StoreServer) -> int:
@@ -101,35 +92,39 @@ def main_port(server: StoreServer) -> int:
 
 @both
 async def test_a_later_round_replaces_the_earlier_one(server: StoreServer, log: FakeLog | None) -> None:
-    first = await opened(server, "run", 1)
-    worker, store = await torch(first), await ours(first)
-    await store.asked(ops.Set(1, b"/k", b"first"))
-    await store.asked(ops.Lease(2, b"/leased", b"v", 0.0))
-    worker.asks(Opcode.WAIT, 1, b"/never")
-    store.asks(ops.Take(3, b"/q", LONG_S))
-    second = await opened(server, "run", 2, number=7)
-    assert second != first
-    await asyncio.gather(worker.ends(), store.ends())
-    assert await is_shut(first)
-    later = await ours(second)
+    first, everybody = await entered(server, "run", 1), await ours(server)
+    await first.asked(ops.Set(1, b"/k", b"first"))
+    await first.asked(ops.Lease(2, b"/leased", b"v", 0.0))
+    first.asks(ops.Take(3, b"/q", LONG_S))
+    later = await entered(server, "run", 2, number=7)
+    assert await first.ends() == ""
     assert await later.asked(ops.Count(1, b"")) == 0, "nothing is left of the round before"
-    assert server.statistics()["doors"] == {
-        "run": {"round": 7, "scope": 2, "port": second, "connections": 1, "keys": 0}
-    }
-    with pytest.raises(TooLate, match="a later round of 'run' has begun"):
-        await opened(server, "run", 1)
+    facts = server.statistics()
+    assert facts["namespaces"] == {"run": {"round": 7, "scope": 2, "sessions": 1, "keys": 0}}
+    assert facts["rounds"] == 1 and len(facts["sessions"]) == 2, "the page shows who is in a round, too"
+    assert await everybody.asked(ops.Count(1, b"")) == 0
+
+
+@both
+async def test_nothing_listens_for_a_round(server: StoreServer, log: FakeLog | None) -> None:
+    answers: list[Any] = []
+    server.open_round("run", 1, None, answers.append)
+    (why,) = answers
+    assert isinstance(why, NoPorts) and "a relay of this server opens them" in str(why)
+    peer = await entered(server, "run", 1)
+    assert len(server._servers) == 1 and server.crowd == 1
+    namespace = server.state.namespace_of("run")
+    assert namespace is not None and namespace.port == 0
+    peer.closes()
 
 
 @both
 async def test_the_sessions_of_a_dropped_namespace_end(server: StoreServer, log: FakeLog | None) -> None:
-    port = await opened(server, "run", 1)
-    peer, front = await ours(port), await ours(main_port(server))
+    peer, front = await entered(server, "run", 1), await ours(server)
     await peer.asked(ops.Lease(1, b"/leased", b"v", LONG_S))
     peer.asks(ops.Get(2, b"/never", LONG_S), ops.Act(3, b"/lock", "me", 1, lock.Acquire(), LONG_S))
     assert (await peer.reads())[0] == 3
-    before = server.statistics()
-    assert len(server.state.sessions) == 2 and before["more_sessions"] == 0
-    assert [one["name"] for one in before["sessions"]] == ["test"], "the server's own page has its own"
+    assert len(server.state.sessions) == 2
     assert await closed(server, "run")
     await peer.ends()
     assert list(server.state.sessions_by_id) == [front.session] and len(server.state.namespaces) == 1
@@ -141,23 +136,11 @@ async def test_the_sessions_of_a_dropped_namespace_end(server: StoreServer, log:
 
 
 @both
-async def test_a_session_is_resumed_only_where_it_was_opened(server: StoreServer, log: FakeLog | None) -> None:
-    port = await opened(server, "run", 1)
-    peer = await ours(port)
-    other = await Ours.dial(main_port(server))
-    assert (await other.greets(peer.session))[1].startswith("unknown session")
-    await peer.asked(ops.Set(1, b"/k", b"v"))
-    again = await Ours.dial(port)
-    assert len(await again.greets(peer.session)) > 2, "the session went on meanwhile"
-
-
-@both
 async def test_what_comes_behind_the_end_of_a_round_does_no_harm(server: StoreServer, log: FakeLog | None) -> None:
     """Requests that were sent before their round ended, and are read after it, in any order with its end."""
     for scope in range(1, 30):
-        port = await opened(server, "run", scope)
-        peer, worker = await ours(port), await torch(port)
-        await peer.asked(ops.MultiSet(1, [(b"/%d" % number, b"") for number in range(1500)]))
+        peer = await entered(server, "run", scope)
+        await peer.asked(ops.MultiSet(1, [(b"/%d" % number, b"") for number in range(500)]))
         if log is not None and scope % 3 == 0:
             log.stalled = True
         end = asyncio.ensure_future(closed(server, "run"))
@@ -171,109 +154,82 @@ async def test_what_comes_behind_the_end_of_a_round_does_no_harm(server: StoreSe
         if scope % 2:
             await asyncio.sleep(0)
         peer.asks(*requests)
-        worker.says(encode(Opcode.WAIT, 1, b"/q") + encode(Opcode.BARRIER, b"/b", 2) + encode(Opcode.SET, b"/k", b"v"))
         for _ in range(scope):
             await asyncio.sleep(0)
         if log is not None:
             await log.flow()
         assert await end
-        await asyncio.gather(peer.ends(), worker.ends())
+        await peer.ends()
         await settle()
         assert not server.state.visitors and not server.state.sessions
         assert server.state.budget.kept == 0 and server.held_bytes() == 0
 
 
+@both
+async def test_a_round_that_is_not_the_last_closes_nothing(server: StoreServer, log: FakeLog | None) -> None:
+    peer = await entered(server, "run", 4)
+    assert not await closed(server, "run", 3) and not await closed(server, "other")
+    assert await peer.asked(ops.Add(1, b"/n", 1)) == 1
+    assert await closed(server, "run", 4) and not await closed(server, "run", 4)
+    await entered(server, "run", 2)  # that round 4 was is forgotten
+    assert await closed(server, "run")
+
+
+# Limits
+
+
+def limited(test: Callable[[StoreServer, FakeLog | None], Awaitable[None]]) -> Callable[..., None]:
+    """Run a test at servers that may have three rounds."""
+
+    @pytest.mark.parametrize("kept", ["memory", "log"])
+    def call(kept: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(rounds, "MAX_ROUNDS", 3)
+        (in_memory()(test) if kept == "memory" else on_log(test))()
+
+    call.__name__, call.__doc__ = test.__name__, test.__doc__
+    return call
+
+
+@limited
+async def test_there_are_only_so_many_rounds_and_empty_ones_make_room(server: StoreServer, log: FakeLog | None) -> None:
+    peers = {name: await entered(server, name, 1) for name in ("a", "b", "empty")}
+    await leaves(peers["empty"])
+    peers["c"] = await entered(server, "c", 1)
+    assert set(server.rounds.statistics()) == {"a", "b", "c"}
+    late = (await Relay(server).opens()).client()
+    _, why = await late.greets(run="d", scope=1)
+    assert why == "too many rounds: 3 are open, with sessions in each"
+    await entered(server, "a", 2)  # another round of a run that is here
+    assert await peers["b"].asked(ops.Ping(1)) is None
+
+
+@limited
+async def test_many_hellos_at_once_do_not_pass_the_limit(server: StoreServer, log: FakeLog | None) -> None:
+    """None of their entries is in the log yet when the next one is counted."""
+    old = [await entered(server, f"old {number}", 1) for number in range(2)]
+    for peer in old:
+        await leaves(peer)
+    if log is not None:
+        log.stalled = True
+    peers = [(await Relay(server).opens()).client() for _ in range(10)]
+    greetings = [asyncio.ensure_future(peer.greets(run=f"new {n}", scope=1)) for n, peer in enumerate(peers)]
+    await settle()
+    if log is not None:
+        await log.flow()
+    answers = await asyncio.gather(*greetings)
+    assert [len(answer) > 2 for answer in answers] == [True] * 3 + [False] * 7
+    assert set(server.rounds.statistics()) == {"new 0", "new 1", "new 2"}
+
+
 @on_log
-async def test_requests_that_are_committed_behind_the_end_of_their_round_change_nothing(
-    server: StoreServer, log: FakeLog
-) -> None:
-    """As they do when the log is replayed: they find no namespace. Here the connections stay open after it."""
-    await opened(server, "run", 1)
-    listener = RoundListener(server, server.state.namespaces[1])
-    worker, peer = await Torch(listener).greets(), Ours(listener)
-    await peer.greets()
-    log.stalled = True
-    end = asyncio.ensure_future(closed(server, "run"))
-    await settle()
-    worker.says(encode(Opcode.SET, b"/k", b"v") + encode(Opcode.WAIT, 1, b"/q"))
-    peer.asks(ops.Take(1, b"/q", LONG_S), ops.Set(2, b"/k", b"v"))
-    await log.flow()
-    assert await end
-    assert not server.state.visitors and not worker.pending and not peer.pending
-    worker.asks(Opcode.WAIT, 1, b"/q")
-    await settle()
-    assert not server.state.visitors
-
-
-@both
-async def test_a_round_that_is_closed_as_soon_as_it_is_opened_listens_no_more(
-    server: StoreServer, log: FakeLog | None
-) -> None:
-    for turns in range(6):
-        port = await opened(server, "run", 1)
-        for _ in range(turns):
-            await asyncio.sleep(0)
-        assert await closed(server, "run", 1)
-        await settle()
-        assert await is_shut(port), f"after {turns} turns of the loop"
-    assert server.crowd == 0
-
-
-@both
-async def test_two_who_open_a_round_at_once_get_the_same_port(server: StoreServer, log: FakeLog | None) -> None:
-    ports = await asyncio.gather(*(opened(server, "run", 1) for _ in range(5)))
-    assert len(set(ports)) == 1
-    peer = await torch(ports[0])
-    await peer.pings()
-    assert server.crowd == 2, "a connection, and one listening socket"
-    late = await asyncio.gather(opened(server, "run", 3), opened(server, "run", 2), return_exceptions=True)
-    assert isinstance(late[0], int) and isinstance(late[1], TooLate)
-
-
-@both
-async def test_who_is_connected_at_a_round_is_counted(server: StoreServer, log: FakeLog | None) -> None:
-    port = await opened(server, "run", 1)
-    peers = [await torch(port), await ours(port), await torch(main_port(server))]
-    assert (server.connections, server.in_rounds, server.crowd) == (1, 2, 4)
-    for peer in peers:
-        peer.hangs_up()
-    while server.crowd > 1:
-        await asyncio.sleep(0)
-    assert (server.connections, server.in_rounds) == (0, 0)
-
-
-# A restart
-
-
-@in_memory()
-async def test_rounds_that_the_log_has_get_their_ports_back(server: StoreServer, log: FakeLog | None) -> None:
-    (free,) = net.listen(["127.0.0.1"], 0)
-    port = free.getsockname()[1]
-    free.close()
-    restarted = StoreServer(Settings())
-    restarted.state.apply(OpenNamespace("run", 4, 2, port))
-    await restarted.open(net.listen(["127.0.0.1"], 0))
-    await (await torch(port)).pings()
-    assert await opened(restarted, "run", 4) == port
-    await restarted.close()
-    assert await is_shut(port)
-
-
-@in_memory()
-async def test_a_round_whose_port_is_taken_after_a_restart_gets_another(
-    server: StoreServer, log: FakeLog | None
-) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        restarted = StoreServer(Settings())
-        restarted.state.apply(OpenNamespace("run", 4, 2, port))
-        await restarted.open(net.listen(["127.0.0.1"], 0))
-        assert restarted.statistics()["doors"] == {}
-        other = await opened(restarted, "run", 4)
-        assert other != port, "somebody else listens there"
-        await (await torch(other)).pings()
-        assert await opened(restarted, "run", 4) == other == restarted.statistics()["doors"]["run"]["port"]
-        await restarted.close()
+async def test_a_full_disk_opens_no_round(server: StoreServer, log: FakeLog) -> None:
+    log.error = disk_full()
+    peer = (await Relay(server).opens()).client()
+    _, why = await peer.greets(run="run", scope=1)
+    assert "No space left on device" in why
+    assert server.statistics()["namespaces"] == {}
+    log.error = None
+    await entered(server, "run", 1)
 
 
 # Over HTTP, with requests behind
@@ -301,92 +257,142 @@ async def bodies(peer: Line, count: int) -> list[Any]:
 
 
 @both
-async def test_requests_behind_a_put_are_answered_after_it(server: StoreServer, log: FakeLog | None) -> None:
+async def test_a_put_is_refused_and_says_who_opens_ports(server: StoreServer, log: FakeLog | None) -> None:
     peer = Line(server)
+    peer.says(put("run/1") + GET)
+    why, well = await bodies(peer, 2)
+    assert b"a relay of this server opens them" in why and well == b"ok\n"
+    assert server.statistics()["namespaces"] == {}
+
+
+@both
+async def test_requests_behind_a_delete_are_answered_after_it(server: StoreServer, log: FakeLog | None) -> None:
+    inside, peer = await entered(server, "run", 1), Line(server)
     if log is not None:
         log.stalled = True
-    peer.says(GET + put("run/1") + GET + delete("run/2") + GET)
+    peer.says(GET + delete("run/2") + GET + delete("run") + GET)
     await settle()
     if log is not None:
         assert peer.pending.count(b"ok\n") == 1, "the rest comes in its order"
         await log.flow()
-    first, opened_at, second, ended, third = await bodies(peer, 5)
-    assert first == second == third == b"ok\n" and ended == {"closed": True}
-    assert await is_shut(opened_at["port"])
+    first, ended, second, again, third = await bodies(peer, 5)
+    assert first == second == third == b"ok\n"
+    assert ended == {"closed": True} and again == {"closed": False}
+    assert await inside.ends() == ""
 
 
 @both
-async def test_many_requests_behind_a_put_are_all_answered(server: StoreServer, log: FakeLog | None) -> None:
+async def test_many_requests_behind_a_delete_are_all_answered(server: StoreServer, log: FakeLog | None) -> None:
+    await entered(server, "run", 1)
     peer = Line(server)
     if log is not None:
         log.stalled = True
-    peer.says(put("run/1") + GET * 100 + put("run/2") + GET * 100 + delete("run"))
+    peer.says(delete("run/1") + GET * 100 + delete("run/2") + GET * 100)
     await settle()
     if log is not None:
         await log.flow()
-    answers = await bodies(peer, 203)
-    assert answers[1:101] == answers[102:202] == [b"ok\n"] * 100
-    assert answers[0]["port"] != answers[101]["port"] and answers[202] == {"closed": True}
+    answers = await bodies(peer, 202)
+    assert answers[1:101] == answers[102:] == [b"ok\n"] * 100
+    assert answers[0] == {"closed": True} and answers[101] == {"closed": False}
     assert not peer.stopped
 
 
 @both
-async def test_a_put_that_comes_byte_by_byte(server: StoreServer, log: FakeLog | None) -> None:
+async def test_a_delete_that_comes_byte_by_byte(server: StoreServer, log: FakeLog | None) -> None:
+    await entered(server, "run", 1)
     peer = Line(server)
-    for byte in put("run/1") + GET + delete("run/1"):
+    for byte in delete("run/1") + GET + delete("run/1"):
         while peer.stopped:
             await asyncio.sleep(0)
         peer.says(bytes((byte,)))
-    answers = await bodies(peer, 3)
-    assert "port" in answers[0] and answers[1:] == [b"ok\n", {"closed": True}]
+    assert await bodies(peer, 3) == [{"closed": True}, b"ok\n", {"closed": False}]
 
 
 @both
 async def test_a_connection_that_is_to_close_is_closed_behind_the_answer(
     server: StoreServer, log: FakeLog | None
 ) -> None:
+    await entered(server, "run", 1)
     peer = await Line.dial(main_port(server))
-    peer.says(put("run/1").replace(b"host: x", b"host: x\r\nconnection: close"))
-    (answer,) = await bodies(peer, 1)
-    assert "port" in answer
+    peer.says(delete("run/1").replace(b"host: x", b"host: x\r\nconnection: close"))
+    assert await bodies(peer, 1) == [{"closed": True}]
     await peer.ends()
 
 
 @both
-async def test_bad_http_behind_a_put_is_answered_behind_it(server: StoreServer, log: FakeLog | None) -> None:
+async def test_bad_http_behind_a_delete_is_answered_behind_it(server: StoreServer, log: FakeLog | None) -> None:
+    await entered(server, "run", 1)
     peer = await Line.dial(main_port(server))
-    peer.says(put("run/1") + b"NONSENSE\r\n\r\n")
+    peer.says(delete("run/1") + b"NONSENSE\r\n\r\n")
     answer, _ = await bodies(peer, 2)
-    assert "port" in answer
+    assert answer == {"closed": True}
     await peer.ends()
 
 
 @on_log
-async def test_who_asks_for_a_round_is_not_read_from_before_it_is_answered(server: StoreServer, log: FakeLog) -> None:
+async def test_who_closes_a_round_is_not_read_from_before_it_is_answered(server: StoreServer, log: FakeLog) -> None:
+    await entered(server, "run", 1)
     peer = Line(server)
     log.stalled = True
-    peer.says(put("run/1"))
+    peer.says(delete("run/1"))
     assert peer.stopped and not peer.pending
     await log.flow()
-    assert not peer.stopped and "port" in (await bodies(peer, 1))[0]
+    assert not peer.stopped and await bodies(peer, 1) == [{"closed": True}]
 
 
 @on_log
-async def test_who_asks_for_a_round_may_hang_up_before_the_answer(server: StoreServer, log: FakeLog) -> None:
+async def test_who_closes_a_round_may_hang_up_before_the_answer(server: StoreServer, log: FakeLog) -> None:
+    await entered(server, "run", 1)
     peer = Line(server)
     log.stalled = True
-    peer.says(put("run/1") + GET)
+    peer.says(delete("run/1") + GET)
     peer.hangs_up()
     await settle()
     await log.flow()
-    assert list(server.statistics()["doors"]) == ["run"]
+    assert server.statistics()["rounds"] == 0
 
 
-@on_log
-async def test_a_full_disk_opens_no_round_and_keeps_no_socket(server: StoreServer, log: FakeLog) -> None:
-    log.error = disk_full()
-    with pytest.raises(Exception, match="No space left on device"):
-        await opened(server, "run", 1)
-    assert server.crowd == 0 and server.statistics()["doors"] == {}
-    log.error = None
-    assert await opened(server, "run", 1)
+@pytest.mark.parametrize(
+    ("method", "path"),
+    [
+        ("PUT", "run"),
+        ("PUT", "run/"),
+        ("PUT", "run/one"),
+        ("PUT", "run/-1"),
+        ("PUT", "run/1.5"),
+        ("PUT", "run/1/2"),
+        ("PUT", f"run/{'9' * 5000}"),
+        ("PUT", ""),
+        ("PUT", "/1"),
+        ("DELETE", ""),
+        ("DELETE", "/1"),
+        ("DELETE", "run/one"),
+        ("DELETE", "run/"),
+        ("DELETE", "run/1/2"),
+    ],
+)
+def test_a_path_that_is_no_round_is_refused(method: str, path: str) -> None:
+    async def test(server: StoreServer, log: FakeLog | None) -> None:
+        await entered(server, "run", 1)
+        peer = Line(server)
+        peer.says(delete(path).replace(b"DELETE", method.encode()))
+        (words,) = await bodies(peer, 1)
+        assert words.startswith(b"nothing here: PUT or DELETE /rounds/RUN/SCOPE")
+        assert server.statistics()["rounds"] == 1
+
+    in_memory()(test)()
+
+
+@pytest.mark.parametrize(
+    ("name", "quoted"),
+    [("a/b", "a%2Fb"), ("grüße", "gr%C3%BC%C3%9Fe"), ("..", "%2e%2e"), (" ", "%20"), ("x" * 1024, "x" * 1024)],
+)
+def test_names_of_runs_may_be_odd(name: str, quoted: str) -> None:
+    async def test(server: StoreServer, log: FakeLog | None) -> None:
+        await entered(server, name, 1)
+        assert list(server.statistics()["namespaces"]) == [name]
+        peer = Line(server)
+        peer.says(delete(f"{quoted}/1"))
+        assert await bodies(peer, 1) == [{"closed": True}]
+
+    in_memory()(test)()

@@ -17,6 +17,7 @@ from rallypoint.core.gang import Rules
 from rallypoint.core.gathering import MAX_LAST_CALL_S
 from rallypoint.core.machine import MAX_MEMBERS
 from rallypoint.elastic.job import (
+    RELAYS,
     UNNAMED,
     Command,
     Job,
@@ -219,6 +220,8 @@ def _noted(function: Any) -> Any:
     callback=_read(directory),
     help="Where the server that this node starts keeps its state, to go on when it dies.  [in memory]",
 )
+@_option("relay", ours=True, type=click.Choice(RELAYS), default=RELAYS[0], show_default=True,
+         help="MASTER_ADDR: rank 0's node, or every node's own relay on loopback.")  # fmt: skip
 @_option(
     "node",
     ours=True,
@@ -305,6 +308,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         is_host=conf.get(HOST),
         store=store,
         data_dir=told["data_dir"],
+        relay=told["relay"],
         node=told["node"],
         node_rank=told["node_rank"],
         local_address=told["local_addr"],

@@ -317,16 +317,16 @@ class Agent:
             return self._gang.exited(end, 0)
         self._losses.keep(self._workers.failures(end.rank, end.code))
         other = self._bell.ask(self._bereft) or (None if self._heard else self._bell.ask(self._look))
+        other = other or self._bell.ask(lambda: self._bereft(failed=True))
         if other is not None:
             return other
         of_all = self._job.rules.restart == "group"
         return self._gang.exited(end, self._bell.ask(lambda: self._board.charge(self._losses.last, of_all)))
 
-    def _bereft(self) -> Decision | None:
-        """Decide about the end of this node's own server: workers cannot go on without it, one that is done can."""
-        if not self._gang.running or self._gang.ending:
-            return None
-        cause = self._meeting.bereft()
+    def _bereft(self, failed: bool = False) -> Decision | None:
+        """Decide about the end of the workers' own store: they cannot go on without it, a node that is done can."""
+        works = self._gang.running and not self._gang.ending
+        cause = self._meeting.bereft(failed) if works else None
         return None if cause is None else self._gang.failed_elsewhere(f"{cause.summary()}; no restart is used")
 
     def _look(self) -> Decision | None:

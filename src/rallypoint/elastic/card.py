@@ -111,10 +111,17 @@ def host_of(store: Any) -> str:
 
 
 def address_of(store: Any) -> str:
-    """Return an address of this machine that others can use: the one from which it reaches the store."""
+    """Return an address of this machine that others can use: the one from which it reaches the store.
+
+    Where the server is on this machine, and its name a loopback address here, others use that very name.
+    """
     host = host_of(store)
-    if host and not is_loopback(host):
-        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((host, 9))  # sends nothing
-            return str(probe.getsockname()[0])
+    if not host or is_loopback(host):
+        return host or socket.gethostname()
+    with contextlib.suppress(OSError):
+        family, _, _, _, place = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(place)  # sends nothing
+            own = str(probe.getsockname()[0])
+            return host if is_loopback(own) else own
     return socket.gethostname()

@@ -20,6 +20,9 @@ from rallypoint.core.rendezvous import MAX_TEXT
 from rallypoint.elastic.card import node_name
 
 __all__ = [
+    "LOCAL",
+    "RANK0",
+    "RELAYS",
     "UNNAMED",
     "Job",
     "directory",
@@ -35,6 +38,9 @@ __all__ = [
 
 UNNAMED = "none"
 """The name of a run of several nodes that nobody has named, as torchrun calls it."""
+
+RELAYS = RANK0, LOCAL = "rank0", "local"
+"""Whose relay the store of a round is: that of rank 0's node, or every node's own."""
 
 MAX_CODE = 255
 
@@ -83,6 +89,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     data_dir: str | None = None
     """Where the server keeps its state if this node starts it; None: in its memory."""
 
+    relay: str = RANK0
     node: str | None = None
     node_rank: int | None = None
     local_address: str | None = None

@@ -22,14 +22,15 @@ from rallypoint import net
 from rallypoint.core.gang import Standing
 from rallypoint.core.machine import Waiting
 from rallypoint.deadline import Deadline
-from rallypoint.elastic import home
+from rallypoint.elastic import store_provider
 from rallypoint.elastic.bell import Bell
 from rallypoint.elastic.board import Board
 from rallypoint.elastic.events import Events
 from rallypoint.elastic.failure import Failure, server_failure
-from rallypoint.elastic.job import UNNAMED, Job
+from rallypoint.elastic.job import LOCAL, UNNAMED, Job
 from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
-from rallypoint.elastic.world import World, gather
+from rallypoint.elastic.store_provider import StoreProvider, rank0_address
+from rallypoint.elastic.world import Told, World, gather
 from rallypoint.errors import (
     ConnectFailed,
     ConnectionLost,
@@ -40,8 +41,6 @@ from rallypoint.errors import (
     SessionLost,
 )
 from rallypoint.server.settings import DEFAULT_PORT
-from rallypoint.spawn import Server
-from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import parse_url
 
 __all__ = ["FAILED", "SUCCEEDED", "Meeting", "in_words", "why_lost"]
@@ -69,7 +68,7 @@ class Meeting:
         self._members: list[str] = []
         self._suspects: set[str] = set()
         self._round: Round | None = None
-        self._home: home.Home | None = None
+        self._provider: StoreProvider | None = None
         self._server_id: bytes | None = None
         self._silent_s = 0.0
         self._stack = contextlib.ExitStack()
@@ -92,7 +91,7 @@ class Meeting:
 
         Raises NetworkError where no server answers by the deadline.
         """
-        self._home = None
+        self._provider = None
         self._stack.close()  # what is left of the session before
         at = self._open(deadline)
         self._stack.callback(at.close)
@@ -105,16 +104,16 @@ class Meeting:
                 rendezvous.begin_anew()
             else:
                 rendezvous.succeed(self.rendezvous, same)
-        self._home, self._server_id, self.board, self.rendezvous = at, at.server_id, board, rendezvous
+        self._provider, self._server_id, self.board, self.rendezvous = at, at.server_id, board, rendezvous
         self.forgotten = self.forgotten or not (first or same)
 
     def close(self) -> None:
         """Leave the run, if the server answers, and end the session."""
         with self._stack:
-            if self._home is not None:
-                self._leave(self._home)
+            if self._provider is not None:
+                self._leave(self._provider)
 
-    def _rendezvous(self, at: home.Home) -> Rendezvous:
+    def _rendezvous(self, at: StoreProvider) -> Rendezvous:
         job = self._job
         return Rendezvous(
             at.store,
@@ -131,21 +130,18 @@ class Meeting:
             on_change=self._bell.ring,
         )
 
-    def _open(self, deadline: Deadline) -> home.Home:
+    def _open(self, deadline: Deadline) -> StoreProvider:
         job, within_s = self._job, deadline.remaining()
         if job.alone:
-            server = self._stack.enter_context(Server(data_dir=job.data_dir))
-            alone = TCPStore("127.0.0.1", server.port, timeout=READ_S, wait_for_workers=False)
-            return home.Home(alone, net.Endpoint("127.0.0.1", server.port))
+            return store_provider.alone(job.data_dir, READ_S, self._bell.ring)
         url = None if job.store is None else parse_url(job.store)
         if url is not None and url.scheme == "etcd":
             with self._searching(f"etcd does not answer at {url.place} yet"):
-                return home.on_etcd(url.text, job.run_id, within_s, self._bell.ring)
+                return store_provider.on_etcd(url.text, job.run_id, within_s, self._bell.ring)
         endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
         with self._searching(f"no server answers at {endpoint} yet"):
-            is_host = False if url else job.is_host
-            store = home.find_or_start(endpoint, is_host, within_s, self._in_vain, job.data_dir)
-        return home.Home(store, net.Endpoint(endpoint.host, store.port))
+            is_host, local, ring = False if url else job.is_host, job.relay == LOCAL, self._bell.ring
+            return store_provider.at_endpoint(endpoint, is_host, within_s, self._in_vain, job.data_dir, local, ring)
 
     @contextlib.contextmanager
     def _searching(self, words: str) -> Iterator[None]:
@@ -161,15 +157,16 @@ class Meeting:
         self._events.waits(self.waits_for)
 
     @property
-    def _here(self) -> home.Home:
-        assert self._home is not None
-        return self._home
+    def _here(self) -> StoreProvider:
+        assert self._provider is not None
+        return self._provider
 
     # Rounds
 
     def come(self) -> World:
         """Come to a round that holds until all of it know each other."""
         self.done = False
+        run, here = self._job.run_id, self._here
         while True:
             with self._bell.interrupting(), self._events.status(self._why):
                 now = self._round = self.rendezvous.join(self._job.join_timeout_s)
@@ -178,25 +175,27 @@ class Meeting:
                 self._forgive()
                 self._silent_s = 0.0
                 try:
-                    told = gather(now, self.rendezvous.node, self._job.workers, self._is_over, READ_S)
-                    server, again = self._here.server(), self._here.recovers
-                    port = home.open_door(*server, self._job.run_id, now.scope, READ_S, now.number, again)
+                    own = Told(self.rendezvous.node, self._job.workers, here.offer(run, now, READ_S))
+                    told = gather(now, own, self._is_over, READ_S)
+                    master = here.store_of(run, now, told[0].port, READ_S)
                 except (MeetingError, ConnectionLost) as error:
-                    if not isinstance(error, MeetingError) and not self._here.lost():
+                    if not isinstance(error, MeetingError) and not here.lost():
                         raise
                     self._events.say("rejoin", f"round {now.number} fell apart: {error}")
                     continue
-            self._members = [name for name, _ in told]
+            self._members = [one.node for one in told]
             return World(
-                run_id=self._job.run_id,
-                url=f"tcp://{server}",
+                run_id=run,
+                url=f"tcp://{here.server()}",
+                relay=here.relay(),
                 scope=now.scope,
                 number=now.number,
                 reason=now.reason,
                 members=self._members,
                 node_rank=now.rank,
-                workers=[count for _, count in told],
-                master=net.Endpoint(server.host, port),
+                workers=[one.workers for one in told],
+                master=master,
+                rank0=rank0_address(now),
                 role=self._job.role,
                 restarts=self.board.restarts(),
                 max_restarts=self._job.rules.budget,
@@ -245,13 +244,13 @@ class Meeting:
         if self.board.cause() in failures:
             self._suspects = set(self._members).difference(self.board.done())
 
-    def bereft(self) -> Failure | None:
-        """Return the end of this node's own server, where that has died, and have all nodes stop for it; or None.
+    def bereft(self, failed: bool = False) -> Failure | None:
+        """Return the end of the store of this node's workers, where it has died, and have all nodes stop for it.
 
         It is the first cause of what follows, and uses no restart: no worker has failed, and one that fails now, here
-        or elsewhere, does so of this.
+        or elsewhere, does so of this. Where a worker has `failed` already, it is looked for on rank 0's node, too.
         """
-        how = self._here.lost()
+        how = self._here.lost(failed)
         if not how:
             return None
         cause = server_failure(self.rendezvous.node, how)
@@ -272,7 +271,7 @@ class Meeting:
         self.rendezvous.close(result, reason)
         self.board.tell()
 
-    def _leave(self, at: home.Home) -> None:
+    def _leave(self, at: StoreProvider) -> None:
         """Leave, if the server answers: one that is silent holds nobody back."""
         given_up = threading.Timer(LEAVE_S, at.store.close)
         given_up.daemon = True
@@ -283,7 +282,7 @@ class Meeting:
             if self.failed:
                 self.board.tell()
             if last and self._round is not None:
-                home.close_door(*at.server(), self._job.run_id, LEAVE_S, self._round.scope, at.recovers)
+                at.close_round(self._job.run_id, self._round.scope, LEAVE_S)
                 self.board.clear()
         given_up.cancel()
 
@@ -297,7 +296,7 @@ class Meeting:
 
 def _settings(job: Job) -> dict[str, object]:
     """Return what all nodes must have alike; a run that has no name is known only by what it runs."""
-    settings: dict[str, object] = {"restart": job.rules.restart, "restart_budget": job.rules.budget}
+    settings: dict[str, object] = {"restart": job.rules.restart, "restart_budget": job.rules.budget, "relay": job.relay}
     if job.run_id != UNNAMED:
         return settings
     command, variables = job.command, sorted(job.environment.items())

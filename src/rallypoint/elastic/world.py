@@ -11,8 +11,9 @@ from rallypoint.deadline import Deadline
 from rallypoint.elastic.rendezvous import Round
 from rallypoint.errors import MembersMissing
 from rallypoint.recipes.exchange import Exchange
+from rallypoint.store.relay_address import VARIABLE as RELAY
 
-__all__ = ["World", "environment", "gather"]
+__all__ = ["Told", "World", "environment", "gather"]
 
 LOOK_S = 2.0
 """How often a node that waits to hear of the others looks whether the round is over."""
@@ -37,6 +38,12 @@ class World(NamedTuple):
 
     master: net.Endpoint
     """A store of this round alone that PyTorch's workers can use."""
+
+    rank0: str
+    """Where the node of rank 0 is reached."""
+
+    relay: str
+    """What RALLYPOINT_RELAY is for the workers of this node; empty where there is no relay."""
 
     role: str
     restarts: int
@@ -74,32 +81,48 @@ class World(NamedTuple):
         return f"node {self.node_rank} of {self.nodes}, {own} of {self.size}"
 
 
-def gather(
-    now: Round, node: str, workers: int, is_over: Callable[[float, Sequence[str]], bool], timeout_s: float
-) -> list[tuple[str, int]]:
-    """Return the name and the number of workers of every node of a round, by rank.
+class Told(NamedTuple):
+    """What a node tells the others of its round: its name, how many workers it has, and where the round's store is."""
+
+    node: str
+    workers: int
+    port: int
+    """The port that this node has opened for all, as rank 0; 0 where it has none."""
+
+    def encode(self) -> bytes:
+        """Return it as bytes."""
+        return f"{self.workers} {self.port} {self.node}".encode()
+
+    @classmethod
+    def decode(cls, data: bytes) -> Told:
+        """Read what `encode` returned."""
+        workers, port, node = data.decode().split(" ", 2)
+        return cls(node, int(workers), int(port))
+
+
+def gather(now: Round, own: Told, is_over: Callable[[float, Sequence[str]], bool], timeout_s: float) -> Sequence[Told]:
+    """Return what every node of a round tells, by rank.
 
     `is_over` is asked every 2 s, with the time that this took so far and the ranks that are missing. Raises
     MembersMissing when one does not say so in time, or the round is over before it has.
     """
     if now.world_size == 1:
-        return [(node, workers)]
+        return [own]
     deadline, exchange = Deadline(timeout_s), Exchange(now.store, "nodes", now.world_size)
     while True:
         try:
-            told = exchange.all_gather(now.rank, f"{workers} {node}".encode(), min(deadline.remaining(), LOOK_S))
+            told = exchange.all_gather(now.rank, own.encode(), min(deadline.remaining(), LOOK_S))
         except MembersMissing as error:
             if is_over(deadline.timeout_s - deadline.remaining(), error.missing) or deadline.expired():
                 raise
             continue
-        split = [text.decode().partition(" ") for text in told]
-        return [(name, int(count)) for count, _, name in split]
+        return [Told.decode(data) for data in told]
 
 
 def environment(world: World, rank: int, extra: Mapping[str, str], error_file: str) -> dict[str, str]:
     """Return the whole environment of a worker."""
     here = world.workers[world.node_rank]
-    told = {
+    told: dict[str, object] = {
         "RANK": rank,
         "LOCAL_RANK": rank - world.first,
         "WORLD_SIZE": world.size,
@@ -116,12 +139,15 @@ def environment(world: World, rank: int, extra: Mapping[str, str], error_file: s
         "TORCHELASTIC_RUN_ID": world.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "RALLYPOINT_RANK0_ADDR": world.rank0,
         "RALLYPOINT_URL": world.url,
         "RALLYPOINT_RUN": world.run_id,
         "RALLYPOINT_SCOPE": world.scope,
         "RALLYPOINT_ROUND": world.number,
         "RALLYPOINT_NODE": world.node,
     }
+    if world.relay:
+        told[RELAY] = world.relay
     base = {**os.environ, **extra}
     base.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
     base.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")

@@ -17,7 +17,7 @@ import asyncio
 import json
 import socket
 import urllib.parse
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rallypoint import net
@@ -27,7 +27,7 @@ from rallypoint.relay.torch_connection import TorchRelayConnection
 from rallypoint.relay.torch_session import TorchSession
 from rallypoint.server.base import ServerBase
 from rallypoint.server.connection import Connection, ProtocolHandler
-from rallypoint.server.doors import TooLate, TooMany
+from rallypoint.server.round_errors import TooLate, TooMany
 
 if TYPE_CHECKING:
     from rallypoint.relay.server import RelayServer
@@ -68,12 +68,6 @@ class RelayRound(ServerBase):
 
     def native_handler(self, connection: Connection) -> ProtocolHandler:
         return NativeForward(connection, self._relay.upstream, self.name)
-
-    def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
-        done(TooMany("a round has no rounds of its own"))
-
-    def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
-        done(False)
 
     def health(self) -> str:
         return self._relay.health()

@@ -29,7 +29,7 @@ from rallypoint.relay.torch_session import TorchSession
 from rallypoint.relay.upstream import Upstream
 from rallypoint.server.base import BACKLOG, ServerBase
 from rallypoint.server.connection import Connection, ProtocolHandler
-from rallypoint.server.doors import TooLate, TooMany
+from rallypoint.server.round_errors import TooLate, TooMany
 from rallypoint.server.settings import Settings
 
 __all__ = ["RelayServer"]

@@ -19,6 +19,7 @@ from typing import Any
 
 from rallypoint.core.records import show
 from rallypoint.server.connection import Carrier, Connection, ProtocolHandler
+from rallypoint.server.round_errors import NoPorts
 from rallypoint.server.settings import Settings
 from rallypoint.text import printable
 
@@ -144,7 +145,7 @@ class ServerBase:
 
     def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
         """Open the port of a run's round; call `done` with it, or with why there is none."""
-        raise NotImplementedError
+        done(NoPorts("rounds have no ports here: a relay of this server opens them (rallypoint relay)"))
 
     def open_round_at(
         self,
@@ -159,8 +160,8 @@ class ServerBase:
         self.open_round(name, scope, number, done)
 
     def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
-        """Close the port of a run's round, unless it is of a later scope; call `done` with whether there was one."""
-        raise NotImplementedError
+        """Close a run's round, unless it is of a later scope; call `done` with whether there was one."""
+        done(False)
 
     def sweep(self) -> None:
         """Do what is due once a second."""

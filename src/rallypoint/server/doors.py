@@ -1,4 +1,4 @@
-"""Doors: ports of one server behind which there is a store of its own, for one round of one run.
+"""Doors: ports of one gateway behind which there is a store of its own, for one round of one run.
 
 PyTorch's workers use their store without a prefix, and cannot be told one: the workers of another job, or of the round
 before, would find each other's keys. So every round of a run gets a door. Opening the door of a later round closes that
@@ -13,21 +13,14 @@ import contextlib
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rallypoint import net
+from rallypoint.server.round_errors import TooLate, TooMany
 
 if TYPE_CHECKING:
     from rallypoint.server.gateway import Gateway
 
-__all__ = ["Doors", "TooLate", "TooMany"]
+__all__ = ["Doors"]
 
 MAX_DOORS = 1024
-
-
-class TooLate(Exception):
-    """The door of a later round is open."""
-
-
-class TooMany(Exception):
-    """There are as many doors as may be, and somebody is behind each."""
 
 
 class _Door(NamedTuple):

@@ -31,10 +31,11 @@ from rallypoint.errors import AddressTaken, NetworkError, RallypointError, Sessi
 from rallypoint.etcd.executor import Executor
 from rallypoint.server.base import RESERVE_BYTES, ServerBase
 from rallypoint.server.connection import Connection, ProtocolHandler
-from rallypoint.server.doors import Doors, TooLate, TooMany
+from rallypoint.server.doors import Doors
 from rallypoint.server.gateway_caller import GatewayCaller, GatewaySessions
 from rallypoint.server.gateway_torch import GatewayConversation
 from rallypoint.server.lines import Lines
+from rallypoint.server.round_errors import TooLate, TooMany
 from rallypoint.server.settings import Settings
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import h11
 
-from rallypoint.server.doors import TooLate
+from rallypoint.server.round_errors import NoPorts, TooLate
 from rallypoint.text import printable
 
 if TYPE_CHECKING:
@@ -178,7 +178,8 @@ def _json(facts: dict[str, Any]) -> tuple[int, str, bytes]:
 def _opened(answer: int | Exception) -> tuple[int, str, bytes]:
     if isinstance(answer, int):
         return _json({"port": answer})
-    return (409 if isinstance(answer, TooLate) else 503), "text/plain", f"{answer}\n".encode()
+    status = 409 if isinstance(answer, TooLate) else 404 if isinstance(answer, NoPorts) else 503
+    return status, "text/plain", f"{answer}\n".encode()
 
 
 def _number(text: bytes) -> int | None:

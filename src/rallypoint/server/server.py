@@ -35,7 +35,7 @@ from rallypoint.server.commit import CommitQueue
 from rallypoint.server.connection import Connection
 from rallypoint.server.multiplexed import MultiplexedConnection
 from rallypoint.server.native_connection import NativeConnection
-from rallypoint.server.rounds import RoundListeners, holdings
+from rallypoint.server.rounds import Rounds, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
 
 __all__ = ["StoreServer"]
@@ -71,7 +71,7 @@ class StoreServer(ServerBase):
         self.storage = storage
         self.log: CommitQueue | None = None
         self.recovery_s = 0.0
-        self.rounds = RoundListeners(self)
+        self.rounds = Rounds(self)
         self.failed: BaseException | None = None
         """Why the storage cannot be trusted any more, if so."""
 
@@ -108,7 +108,6 @@ class StoreServer(ServerBase):
         else:
             await self._recover(start)
         await super().open(sockets)
-        await self.rounds.reopen()
 
     @property
     def _reserve(self) -> int:
@@ -152,9 +151,7 @@ class StoreServer(ServerBase):
         """Stop listening and reading, answer what was asked, hang up, and write the state down."""
         ends_at = time.monotonic() + CLOSE_S
         self.stop()
-        self.rounds.stop()
         await self._finish(ends_at)
-        await self.rounds.close_all()
         await super().close()
         if self.storage is not None:
             if await self._finish(ends_at, gone=True):
@@ -353,15 +350,8 @@ class StoreServer(ServerBase):
 
     # Rounds
 
-    def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
-        self.rounds.open(name, scope, number, done)
-
     def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
         self.rounds.close(name, scope, done)
-
-    @property
-    def in_rounds(self) -> int:
-        return self.rounds.connections
 
     # For the statistics
 
@@ -372,7 +362,7 @@ class StoreServer(ServerBase):
     def holdings(self) -> dict[str, Any]:
         return {
             **holdings(self.state.namespaces[0]),
-            "doors": self.rounds.statistics(),
+            "namespaces": self.rounds.statistics(),
             "rounds": len(self.state.namespaces) - 1,
             **({"storage": self._storage_statistics()} if self.storage is not None else {}),
         }
@@ -386,4 +376,4 @@ class StoreServer(ServerBase):
         return held if self.log is None else held + self.log.bytes
 
     def describe_sessions(self) -> Sequence[Any]:
-        return [session for session in self.state.sessions.values() if not session.namespace]
+        return list(self.state.sessions.values())

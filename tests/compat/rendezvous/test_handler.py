@@ -589,14 +589,14 @@ def test_rank_0_that_is_gone_before_it_says_where_is_not_waited_for(
     handlers = [nodes.make(1, 2, last_call_s=AMPLE_S) for _ in range(2)]
     fails, tried = threading.Lock(), threading.Event()
 
-    def fail(open_door: Callable[[int], int], scope: int) -> int:
+    def fail(open_server: Callable[[int], int], scope: int) -> int:
         if fails.acquire(blocking=False):
             tried.set()
             raise RendezvousError("the server does not start")
-        return open_door(scope)
+        return open_server(scope)
 
     for handler in handlers:
-        keeper = handler._doorkeeper
+        keeper = handler._round_server
         monkeypatch.setattr(keeper, "open", functools.partial(fail, keeper.open))
     waiting = [pool.submit(handler.next_rendezvous) for handler in handlers]
     assert tried.wait(AMPLE_S)

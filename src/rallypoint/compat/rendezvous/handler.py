@@ -40,7 +40,7 @@ from rallypoint.compat.rendezvous.errors import (
 )
 from rallypoint.compat.rendezvous.host import BackendHost
 from rallypoint.compat.rendezvous.settings import RendezvousSettings, RendezvousTimeout, check
-from rallypoint.compat.rendezvous.start import Doorkeeper, await_start, scoped
+from rallypoint.compat.rendezvous.start import RoundServer, await_start, scoped
 from rallypoint.core.gathering import Limits
 from rallypoint.core.machine import MAX_NAME, Command, Done, Waiting
 from rallypoint.core.rendezvous import Close, Join, Leave, Look, Withdraw
@@ -134,7 +134,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         self._call = 0
         self._place: _Place | None = None
         self._round_store: Any = None
-        self._doorkeeper = Doorkeeper(node.addr, settings.run_id)
+        self._round_server = RoundServer(node.addr)
 
     @property
     def settings(self) -> RendezvousSettings:
@@ -237,7 +237,7 @@ class DynamicRendezvousHandler(RendezvousHandler):
         """Say where the workers start, as rank 0, or be told; None where the round is over before that."""
         port = None
         if place.rank == 0 and self.use_agent_store:
-            port = self._doorkeeper.open(place.scope)
+            port = self._round_server.open(place.scope)
             if port is None:
                 return None
         elif place.rank and not await_start(store, Deadline(self._settings.timeout.join), self._is_over):

@@ -1,0 +1,94 @@
+"""The relay of a node: a child of its agent, started beside whatever else that does, for the node's workers.
+
+Clients of ours use it because `variable` is in their environment, and go on without it when it dies. Clients of
+PyTorch's have a port of it as their store: when it dies, theirs is gone, and the round is over. The relay itself is
+started again at once (`supervisor.py`), and opens the port of the next round.
+
+It listens on loopback. A round that workers of other nodes use, too, has its port on all interfaces.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+
+from rallypoint import net
+from rallypoint.elastic import round_port
+from rallypoint.elastic.round_port import RoundPort
+from rallypoint.errors import MeetingError, NetworkError
+from rallypoint.relay.spawn import Relay
+from rallypoint.store.relay_address import RelayAddress
+
+__all__ = ["NodeRelay"]
+
+
+class NodeRelay:
+    """A relay of the server at an address; `on_end` is called, in a thread of its own, when it has died in a round."""
+
+    def __init__(self, server: net.Endpoint, on_end: Callable[[], object] = lambda: None) -> None:
+        self._server = server
+        self._on_end = on_end
+        self._port: RoundPort | None = None
+        self._started: Future[Relay] = Future()
+        threading.Thread(target=self._start, name=f"start of the relay of {server}", daemon=True).start()
+
+    def _start(self) -> None:
+        try:
+            self._started.set_result(Relay(f"tcp://{self._server}"))
+        except BaseException as error:  # it is the one who needs the relay to hear of it
+            self._started.set_exception(error)
+
+    @property
+    def relay(self) -> Relay:
+        """The relay, once it is up; raises ServerFailed where it does not come up."""
+        return self._started.result()
+
+    def variable(self, identity: bytes) -> str:
+        """Return what RALLYPOINT_RELAY is for workers, with the identity of the store."""
+        return RelayAddress(self.relay.url, net.Endpoints([self._server]), identity).variable
+
+    def open(
+        self, run: str, scope: int, number: int, timeout_s: float, *, port: int = 0, everywhere: bool = False
+    ) -> int:
+        """Open the port of a round, this one where it is free; that of an earlier round is closed."""
+        opened = round_port.open_port(
+            self._at, run, scope, timeout_s, self._on_end, number=number, port=port, everywhere=everywhere
+        )
+        self._forget_port()
+        self._port = opened
+        return opened.port
+
+    def close_port(self, run: str, timeout_s: float) -> None:
+        """Close the port of an earlier round, if there is one: that of this round is at another node's relay."""
+        before = self._port
+        self._forget_port()
+        if before is not None and not before.lost:
+            with contextlib.suppress(NetworkError, MeetingError):  # then it goes with the relay
+                round_port.close_round(self._at, run, timeout_s, before.scope, again=False)
+
+    def close_round(self, run: str, scope: int | None, timeout_s: float) -> None:
+        """Close a round, at the relay and at the server."""
+        self._forget_port()
+        round_port.close_round(self._at, run, timeout_s, scope)
+
+    def lost(self) -> str:
+        """Say that the relay has died with the port of this round; empty where it has not."""
+        port = self._port
+        return f"its relay (pid {port.pid}) has died" if port is not None and port.lost else ""
+
+    def close(self) -> None:
+        """End the relay, also one that is just starting."""
+        self._forget_port()
+        if self._started.exception() is None:
+            self._started.result().close()
+
+    def _forget_port(self) -> None:
+        before, self._port = self._port, None
+        if before is not None:
+            before.close()
+
+    @property
+    def _at(self) -> net.Endpoint:
+        return net.Endpoint("127.0.0.1", self.relay.port)
