@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from tests.linearizability.checker import FOREVER, Operation, check
-from tests.linearizability.test_histories import Crew
+from tests.linearizability.test_histories import Crew, one_each
 
 from .durable import FIRST_SEED, DurableServer, durable_server
 
@@ -27,7 +27,7 @@ class KilledCrew(Crew):
     """Workers that talk to the server directly, which is killed while they work."""
 
     def __init__(self, server: DurableServer, stack: ExitStack) -> None:
-        super().__init__(server.port, stack, operations=OPERATIONS)
+        super().__init__(*one_each(server.port, stack), stack, operations=OPERATIONS)
         self.killed_at = 0.0
         self._server = server
 

@@ -12,7 +12,7 @@ import random
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,23 +27,26 @@ from .checker import FOREVER, Operation, check
 HISTORIES = int(os.environ.get("HISTORIES", "200"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "1"))
 WORKERS, OPERATIONS = 4, 12
+ROOT = Path(__file__).resolve().parents[2]
 
 
 class Crew:
-    """The worker processes, each behind a proxy of its own that can cut it."""
+    """The worker processes, and the proxies that can cut them."""
 
-    def __init__(self, port: int, stack: ExitStack, operations: int = OPERATIONS) -> None:
+    def __init__(
+        self, urls: Sequence[str], cutters: list[Cutter], stack: ExitStack, operations: int = OPERATIONS
+    ) -> None:
         self._operations = operations
-        self.cutters = [stack.enter_context(Cutter(port)) for _ in range(WORKERS)]
-        script = str(Path(__file__).with_name("worker.py"))
+        self.cutters = cutters
         self.workers = [
             subprocess.Popen(
-                [sys.executable, script, f"w{place}", f"tcp://127.0.0.1:{cutter.port}"],
+                [sys.executable, "-m", "tests.linearizability.worker", f"w{place}", url],
+                cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 text=True,
             )
-            for place, cutter in enumerate(self.cutters)
+            for place, url in enumerate(urls)
         ]
         for worker in self.workers:
             stack.callback(worker.wait)
@@ -73,6 +76,12 @@ class Crew:
         chance.choice(self.cutters).arm(chance.choice((UP, DOWN)), chance.randrange(1, 200))
 
 
+def one_each(port: int, stack: ExitStack) -> tuple[list[str], list[Cutter]]:
+    """Return a proxy for each of a few workers, and the URLs behind which they are."""
+    cutters = [stack.enter_context(Cutter(port)) for _ in range(WORKERS)]
+    return [f"tcp://127.0.0.1:{cutter.port}" for cutter in cutters], cutters
+
+
 def answer(worker: subprocess.Popen[str]) -> list[Any]:
     assert worker.stdout is not None
     line = worker.stdout.readline()
@@ -96,7 +105,7 @@ def untext(value: Any) -> Any:
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
     with ExitStack() as stack:
-        yield Crew(stack.enter_context(rallypoint.Server()).port, stack)
+        yield Crew(*one_each(stack.enter_context(rallypoint.Server()).port, stack), stack)
 
 
 @pytest.mark.timeout(0)

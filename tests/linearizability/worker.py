@@ -1,6 +1,8 @@
 """One process of a history: runs a random plan on a store, and prints what it asked, what was answered, and when.
 
-    python worker.py NAME URL
+    python -m tests.linearizability.worker NAME URL
+
+At torch://host:port it speaks PyTorch's protocol.
 
 Reads one JSON line a history, `[seed, number, operations]`, and answers with one line of the operations it did.
 Instants are of the machine's monotonic clock, which all processes share.
@@ -43,7 +45,16 @@ def plan(chance: random.Random, name: str, number: int, place: int) -> tuple[str
     return kind, chance.choice((key, f"{number}/count")) if kind == "get" else key, ()
 
 
-def do(store: rallypoint.Store, kind: str, key: str, arguments: tuple[Any, ...]) -> Any:
+def open_store(name: str, url: str) -> Any:
+    if not url.startswith("torch:"):
+        return rallypoint.connect(url, timeout=60)
+    from tests.linearizability.torch_client import TorchClient
+
+    host, port = url.removeprefix("torch://").split(":")
+    return TorchClient(host, int(port), name)
+
+
+def do(store: Any, kind: str, key: str, arguments: tuple[Any, ...]) -> Any:
     """Carry out one operation; return what the model would."""
     try:
         if kind == "get":
@@ -59,7 +70,7 @@ def do(store: rallypoint.Store, kind: str, key: str, arguments: tuple[Any, ...])
 
 
 def run(name: str, url: str) -> None:
-    store = rallypoint.connect(url, timeout=60)
+    store = open_store(name, url)
     for line in sys.stdin:
         seed, number, count = json.loads(line)
         chance, rows = random.Random(f"{seed} {name}"), []
@@ -70,7 +81,7 @@ def run(name: str, url: str) -> None:
                 result = do(store, kind, key, arguments)
                 returned = time.monotonic()
             except rallypoint.NetworkError:  # whether it happened is not known
-                store = rallypoint.connect(url, timeout=60)
+                store = open_store(name, url)
             rows.append([name, kind, key, text(arguments), text(result), called, returned])
         print(json.dumps(rows), flush=True)
 
