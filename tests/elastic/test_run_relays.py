@@ -1,0 +1,214 @@
+"""The relays of a run: whose store workers get, what they are told of it, and what follows when a relay is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+from urllib.request import urlopen
+
+import pytest
+from tests.elastic.runs import PRELUDE, Node, Place
+from tests.hosts import hosts
+from tests.wire import AMPLE_S, until
+
+from rallypoint import Rendezvous, TCPStore
+
+UP = """
+import rallypoint
+host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+say("store", rank, f"{host}:{port}", os.environ["RALLYPOINT_RANK0_ADDR"])
+say("relay", rank, os.environ["RALLYPOINT_RELAY"])
+store = rallypoint.TCPStore(host, int(port), timeout=60)
+"""
+"""What workers say of their relay; then they are connected to the store of the round."""
+
+MEET = UP + "store.add('came', 1)\nwhile int(store.get('came')) < world: time.sleep(0.01)\nstay()\n"
+
+
+class Told(NamedTuple):
+    """What a worker was told: the address of the round's store, that of rank 0, and its own relay."""
+
+    store: str
+    rank0: str
+    relay: str
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    with Place(tmp_path) as place:
+        yield place
+
+
+def told(node: Node, rank: int, times: int = 1) -> Told:
+    """Return what a worker was told when it was started for the so many-th time."""
+    _, store, rank0 = node.until(rf"^store {rank} \S+ \S+$", times)[times - 1][0].split(" ")[1:]
+    relay = node.until(rf"^relay {rank} (\S+)$", times)[times - 1][1]
+    return Told(store, rank0, relay)
+
+
+def relay_pid(worker: Told) -> int:
+    with urlopen(f"http://{worker.relay.removeprefix('tcp://').partition('?')[0]}/about", timeout=AMPLE_S) as page:
+        return int(json.load(page)["pid"])
+
+
+def start(place: Place, *words: str, code: str = MEET) -> tuple[dict[int, Node], dict[int, Told]]:
+    """Start two nodes; return them, and what their workers were told, by rank."""
+    script = place.script(code)
+    nodes = [place.node(name, *words, script) for name in "ab"]
+    ranks = {int(node.until(r"^up (\d) 2 ")[-1][1]): node for node in nodes}
+    return ranks, {rank: told(node, rank) for rank, node in ranks.items()}
+
+
+def finish(*nodes: Node) -> None:
+    for node in nodes:
+        node.signal("SIGUSR1")
+    assert [node.end() for node in nodes] == [0] * len(nodes), "\n".join(node.text() for node in nodes)
+
+
+# What workers are told
+
+
+def test_one_node_has_a_relay_and_every_round_a_store_of_its_own(place: Place) -> None:
+    code = UP + "say('keys', store.list_keys())\nstore.set(f'of {restarts}', '')\nstay()"
+    node = place.run("--max-restarts=1", place.script(code))
+    os.kill(node.up(0, world=1)[0], signal.SIGKILL)
+    node.up(0, world=1, restarts=1)
+    first, second = told(node, 0), told(node, 0, 2)
+    assert first.store.startswith("127.0.0.1:") and first.store != second.store and first.rank0 == "127.0.0.1"
+    assert first.relay == second.relay, "the relay is the agent's, not the round's"
+    assert [match[1] for match in node.until(r"^keys (.*)$", 2)] == ["[]", "[]"]
+    finish(node)
+
+
+def test_all_nodes_use_the_relay_of_rank_0(place: Place) -> None:
+    nodes, workers = start(place)
+    assert workers[0].store == workers[1].store and workers[0].relay != workers[1].relay
+    with urlopen(workers[0].relay.replace("tcp:", "http:").partition("?")[0] + "/statistics") as page:
+        (port,) = [one["port"] for one in json.load(page)["round_ports"].values()]
+    assert workers[0].store == f"127.0.0.1:{port}", "all nodes are on this machine"
+    finish(*nodes.values())
+
+
+def test_every_node_uses_a_relay_of_its_own(place: Place) -> None:
+    nodes, workers = start(place, "--relay=local")
+    for worker in workers.values():
+        with urlopen(worker.relay.replace("tcp:", "http:").partition("?")[0] + "/statistics") as page:
+            (port,) = [one["port"] for one in json.load(page)["round_ports"].values()]
+        assert worker.store == f"127.0.0.1:{port}"
+    assert workers[0].store != workers[1].store, "on one machine they cannot have the same port"
+    finish(*nodes.values())
+
+
+def test_clients_of_ours_use_the_relay(place: Place) -> None:
+    code = UP + "print(rallypoint.worker().all_gather(str(rank).encode()), flush=True); stay()"
+    nodes, workers = start(place, code=code)
+    for worker in workers.values():
+        with urlopen(worker.relay.replace("tcp:", "http:").partition("?")[0] + "/statistics") as page:
+            assert json.load(page)["channels"] >= 1
+    finish(*nodes.values())
+
+
+def test_nodes_that_choose_differently_are_told(place: Place) -> None:
+    script = place.script("stay()")
+    a = place.node("a", "--relay=local", script)
+    with TCPStore("localhost", place.port, timeout=AMPLE_S) as store:  # which a starts
+        until(Rendezvous(store, "job", 2).status, lambda status: status.waiting == ("a",))
+        b = place.node("b", script)
+        assert b.end() == 1 and "relay" in b.err and "Traceback" not in b.err
+    a.signal("SIGTERM")
+    assert a.end() == 143
+
+
+# A relay that is killed
+
+
+@pytest.mark.parametrize("mode", ["rank0", "local"])
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_relay_that_is_killed_ends_the_round_and_uses_no_restart(place: Place, mode: str, killed: int) -> None:
+    nodes, workers = start(place, f"--relay={mode}")
+    pid = relay_pid(workers[killed])
+    os.kill(pid, signal.SIGKILL)
+    if mode == "rank0" and killed:
+        until(lambda: relay_pid(workers[1]), lambda now: now != pid)  # nobody needs the round to begin again
+        finish(*nodes.values())
+        assert all("round 2" not in node.err for node in nodes.values())
+        return
+    for node in nodes.values():
+        node.until(r"^up \d 2 0 ", 2)
+    assert f"its relay (pid {pid}) has died; no restart is used" in nodes[killed].err
+    assert all("killed" not in node.out for node in nodes.values())
+    finish(*nodes.values())
+
+
+def test_the_relay_of_one_node_that_is_killed(place: Place) -> None:
+    node = place.run(place.script(MEET))
+    node.up(0, world=1)
+    pid = relay_pid(told(node, 0))
+    os.kill(pid, signal.SIGKILL)
+    node.until(r"^up 0 1 0 ", 2)
+    assert f"its relay (pid {pid}) has died; no restart is used" in node.err
+    finish(node)
+
+
+def test_workers_that_fail_of_the_relays_end_before_anybody_says_so_use_no_restart(place: Place) -> None:
+    """They end the moment that their connection does, on the node of rank 0 and on the other."""
+    code = UP + (
+        "import socket\nlistens = socket.create_connection((host, int(port)))\n"
+        "on('SIGUSR1', lambda: os._exit(0))\nsay('up', rank, world, restarts, os.getpid())\n"
+        "listens.recv(1) and None\nos._exit(7)"
+    )
+    nodes, workers = start(place, "--max-restarts=0", code=code)
+    os.kill(relay_pid(workers[0]), signal.SIGKILL)
+    for node in nodes.values():
+        node.until(r"^up \d 2 0 ", 2)
+    finish(*nodes.values())
+
+
+# On several hosts
+
+SECOND = """
+import rallypoint
+where = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+own = os.environ[os.environ["SECOND"]]
+first = rallypoint.TCPStore(*where, timeout=60)
+second = rallypoint.TCPStore(own, 29511, world_size=world, is_master=rank == 0, timeout=60)
+say("met", rank, where[0], where[1], second.add("came", 1), os.environ["RALLYPOINT_RANK0_ADDR"])
+first.add("came", 1)
+while int(second.get("came")) < world or int(first.get("came")) < world:
+    time.sleep(0.01)
+first.add("seen", 1)
+while int(first.get("seen")) < world:
+    time.sleep(0.01)
+"""
+"""Rank 0 starts a store of its own at another port of the address where the store of the round is."""
+
+
+@pytest.mark.needs("netns")
+@pytest.mark.parametrize("mode", ["rank0", "local"])
+def test_a_script_has_a_store_of_its_own_on_rank_0s_node(tmp_path: Path, mode: str) -> None:
+    """The server is on a third host, whose address is not rank 0's."""
+    (tmp_path / "script.py").write_text(PRELUDE + SECOND)
+    with hosts(3) as (first, second, third):
+        serve = [sys.executable, "-m", "rallypoint", "serve", "--host", third.address, "--port", "29400"]
+        server = third.popen(serve)
+        nodes = []
+        for host in (first, second):
+            words = ["--nnodes=2", f"--store=tcp://{third.name}:29400", f"--relay={mode}", "--node-rank"]
+            rank = str(int(host is second))
+            command = [sys.executable, "-m", "rallypoint", "run", *words, rank, "script.py"]
+            more = {"SECOND": "MASTER_ADDR" if mode == "rank0" else "RALLYPOINT_RANK0_ADDR"}
+            nodes.append(Node(host.command(command), tmp_path, more))
+        assert [node.end() for node in nodes] == [0, 0], "\n".join(node.text() for node in nodes)
+        met = [re.findall(r"^met (\d) (\S+) (\d+) (\d) (\S+)$", node.out, re.M)[0] for node in nodes]
+        assert [one[0] for one in met] == ["0", "1"] and sorted(one[3] for one in met) == ["1", "2"]
+        assert {one[4] for one in met} == {first.address}
+        assert {one[1] for one in met} == {first.address if mode == "rank0" else "127.0.0.1"}
+        assert met[0][2] == met[1][2], "the same port on both"
+        server.terminate()
+        server.wait(AMPLE_S)
