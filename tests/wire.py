@@ -129,11 +129,19 @@ logging.basicConfig(format="%(message)s", level=logging.INFO)
 serve(msgspec.json.decode(sys.argv[1], type=Settings), ready=lambda url: print(url, flush=True))
 """
 
+RELAY = (
+    SERVE.replace("server.process", "relay.process")
+    .replace("server.settings", "relay.settings")
+    .replace("Settings", "RelaySettings")
+)
+
 NO_UVLOOP = "raise ImportError('there is no uvloop here')\n"
 
 
 class Serving:
     """A server in a process of its own, with any settings, on uvloop or without; it ends with this process."""
+
+    code = SERVE
 
     def __init__(self, place: Path, uvloop: bool = True, **settings: Any) -> None:
         settings = {"port": 0, "parent_pid": os.getpid(), **settings}
@@ -144,7 +152,7 @@ class Serving:
             environment["PYTHONPATH"] = os.pathsep.join([str(place / "no_uvloop"), os.environ.get("PYTHONPATH", "")])
         handle, self._log = tempfile.mkstemp(dir=place, suffix=".log")
         with os.fdopen(handle, "wb") as log:
-            command = [sys.executable, "-c", SERVE, json.dumps(settings)]
+            command = [sys.executable, "-c", self.code, json.dumps(settings)]
             self.child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, env=environment, bufsize=0)
         self.url = read_line(self.child)
         host, port = self.url.removeprefix("tcp://").rsplit(":", 1)
@@ -183,6 +191,12 @@ class Serving:
     def until(self, true: Callable[[dict[str, float]], bool]) -> dict[str, float]:
         """Ask for the statistics until they are so."""
         return until(self.statistics, true)
+
+
+class Relaying(Serving):
+    """A relay in a process of its own; `upstream` is one of its settings."""
+
+    code = RELAY
 
 
 def until(look: Callable[[], Any], true: Callable[[Any], bool]) -> Any:
