@@ -80,7 +80,8 @@ def run(name: str, url: str) -> None:
             try:
                 result = do(store, kind, key, arguments)
                 returned = time.monotonic()
-            except rallypoint.NetworkError:  # whether it happened is not known
+            except rallypoint.NetworkError as error:  # whether it happened is not known
+                print(f"{name}, {kind} of {key}: {error}", file=sys.stderr, flush=True)
                 store = open_store(name, url)
             rows.append([name, kind, key, text(arguments), text(result), called, returned])
         print(json.dumps(rows), flush=True)
