@@ -22,7 +22,7 @@ from tests.wire import AMPLE_S, read_line, until
 
 from .crew import Member
 
-__all__ = ["RELAY_PORT", "RelayedNodes", "become_worker", "relayed_nodes", "stop_asked", "tell_progress"]
+__all__ = ["RELAY_PORT", "SERVER_PORT", "RelayedNodes", "become_worker", "relayed_nodes", "stop_asked", "tell_progress"]
 
 SERVER_PORT, RELAY_PORT = 29400, 29500
 CUT_S = 1.0
@@ -39,7 +39,10 @@ class RelayedNodes:
         self.upstream = f"tcp://{server_host.address}:{SERVER_PORT}"
         self._undo = undo
         self._server = self._serve()
-        for node in nodes:
+
+    def start_relays(self) -> None:
+        """Start a relay on every node."""
+        for node in self.nodes:
             self._start(node, "relay", "--upstream", self.upstream, "--port", str(RELAY_PORT))
 
     def _serve(self) -> subprocess.Popen[bytes]:
@@ -109,11 +112,14 @@ class RelayedNodes:
 
 
 @contextlib.contextmanager
-def relayed_nodes(place: Path) -> Iterator[RelayedNodes]:
-    """Have two nodes and a server for as long as the block lasts."""
+def relayed_nodes(place: Path, relays: bool = True) -> Iterator[RelayedNodes]:
+    """Have two nodes and a server for as long as the block lasts; without `relays`, a launcher starts those."""
     with contextlib.ExitStack() as undo:
         *nodes, server_host = undo.enter_context(hosts(3))
-        yield RelayedNodes(place, nodes, server_host, undo)
+        made = RelayedNodes(place, nodes, server_host, undo)
+        if relays:
+            made.start_relays()
+        yield made
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -19,38 +18,11 @@ import rallypoint
 
 from .crew import Crew
 from .relayed_nodes import RELAY_PORT, RelayedNodes, become_worker, relayed_nodes, stop_asked, tell_progress
+from .relayed_program import AMPLE, WORLD, check_stores, train, use_stores
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.needs("netns")]
 
-AMPLE = timedelta(seconds=60)
-WORLD = 2
 KILLS, CUTS = 5, 4
-GROUP_EVERY = 2
-"""In which steps a new group is opened."""
-
-
-# What a worker does with the store, in every step
-
-
-def use_stores(torchs: Any, ours: rallypoint.Store, step: int, rank: int) -> None:
-    """Count, hand over keys, and meet, with both clients; nothing may be lost, and nothing done twice."""
-    for store, name in ((torchs, "torch"), (ours, "ours")):
-        store.set(f"{name}/{step}/{rank}", f"{rank} was here")
-        assert store.get(f"{name}/{step}/{1 - rank}") == f"{1 - rank} was here".encode()
-        store.add(f"{name}/count", 1)
-        store.append(f"{name}/log", f"{step}.{rank};")
-        store.barrier(f"{name}/{step}", WORLD)
-        assert store.add(f"{name}/count", 0) >= step * WORLD
-    torchs.queue_push(f"queue/{rank}", str(step))
-    assert ours.queue_pop(f"queue/{1 - rank}") == str(step).encode()
-    torchs.barrier(f"end/{step}", WORLD)
-
-
-def check_stores(torchs: Any, ours: rallypoint.Store, steps: int) -> None:
-    """See that every step left exactly what it should have."""
-    assert sorted(torchs.get("torch/log").split(b";")) == sorted(ours.get("ours/log").split(b";"))
-    assert len(set(torchs.get("torch/log").split(b";"))) == steps * WORLD + 1
-    assert ours.get("torch/count") == torchs.get("ours/count") == str(steps * WORLD).encode()
 
 
 def open_stores(upstream: str) -> tuple[Any, rallypoint.Store]:
@@ -59,65 +31,17 @@ def open_stores(upstream: str) -> tuple[Any, rallypoint.Store]:
     return dist.TCPStore("127.0.0.1", RELAY_PORT, timeout=AMPLE), rallypoint.connect(upstream, timeout=AMPLE)
 
 
-# Programs
-
-
-def train(namespace: str, upstream: str, place: str, rank: int) -> tuple[int, int, bool]:
-    """Train by DDP until told to stop; return the steps, the pid, and whether the weights are right."""
-    import torch
+def train_here(namespace: str, upstream: str, place: str, rank: int) -> tuple[int, bool, int]:
+    """Train by DDP until told to stop; return the steps, whether the result is right, and the pid."""
     import torch.distributed as dist
-    from torch.nn.parallel import DistributedDataParallel
 
     become_worker(namespace, upstream)
     torchs, ours = open_stores(upstream)
     dist.init_process_group("gloo", init_method="env://", rank=rank, world_size=WORLD, timeout=AMPLE)
-    learner = Learner(DistributedDataParallel, rank, WORLD)
-    step, stop = 0, torch.zeros(1)
-    while not stop:
-        step += 1
-        use_stores(torchs, ours, step, rank)
-        learner.learn()
-        if step % GROUP_EVERY == 0:
-            group = dist.new_group(timeout=AMPLE)
-            total = torch.tensor([rank + 1.0])
-            dist.all_reduce(total, group=group)
-            assert total == WORLD * (WORLD + 1) / 2
-            dist.destroy_process_group(group)
-        stop = torch.tensor([float(rank == 0 and stop_asked(place))])
-        dist.all_reduce(stop)
-        if rank == 0:
-            tell_progress(place, step)
-    check_stores(torchs, ours, step)
-    alone = Learner(lambda layer: layer, 0, 1)
-    for _ in range(step):
-        alone.learn()
-    right = torch.allclose(learner.layer.weight, alone.layer.weight, atol=1e-5)
-    torchs.barrier("over", WORLD)
-    return step, os.getpid(), right
+    return *train(place, rank, torchs, ours), os.getpid()
 
 
-class Learner:
-    """A model, this rank's share of the rows, and one step of training at a time."""
-
-    def __init__(self, wrap: Callable[[Any], Any], rank: int, world_size: int) -> None:
-        import torch
-
-        torch.manual_seed(7)
-        rows, targets = torch.randn(8, 3), torch.randn(8, 1)
-        self._rows, self._targets = rows[rank::world_size], targets[rank::world_size]
-        self.layer = torch.nn.Linear(3, 1)
-        self._model = wrap(self.layer)
-        self._optimizer = torch.optim.SGD(self._model.parameters(), lr=0.1)
-
-    def learn(self) -> None:
-        import torch
-
-        self._optimizer.zero_grad()
-        torch.nn.functional.mse_loss(self._model(self._rows), self._targets).backward()
-        self._optimizer.step()
-
-
-def call(namespace: str, upstream: str, place: str, rank: int) -> tuple[int, int, bool]:
+def call_here(namespace: str, upstream: str, place: str, rank: int) -> tuple[int, bool, int]:
     """Call each other until told to stop: every step opens RPC anew, whose workers find each other in the store."""
     import torch
     from torch.distributed import rpc
@@ -139,7 +63,7 @@ def call(namespace: str, upstream: str, place: str, rank: int) -> tuple[int, int
         stop = torchs.get(f"stop/{step}") == b"yes"
     check_stores(torchs, ours, step)
     torchs.barrier("over", WORLD)
-    return step, os.getpid(), right
+    return step, right, os.getpid()
 
 
 # Faults
@@ -160,7 +84,7 @@ def cut_the_links(nodes: RelayedNodes, go_on: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize("fault", [kill_the_server, cut_the_links])
-@pytest.mark.parametrize("program", [train, call])
+@pytest.mark.parametrize("program", [train_here, call_here])
 def test_work_goes_on(crew: Crew, tmp_path: Path, program: Any, fault: Any) -> None:
     with relayed_nodes(tmp_path) as nodes:
         members = [crew.start(program, *nodes.arguments(rank)) for rank in range(WORLD)]
@@ -169,4 +93,4 @@ def test_work_goes_on(crew: Crew, tmp_path: Path, program: Any, fault: Any) -> N
         nodes.stop()
         (steps, *ended), (steps_too, *ended_too) = [member.result() for member in members]
         assert steps == steps_too
-        assert [ended, ended_too] == [[member.pid, True] for member in members], "the same processes, and right results"
+        assert [ended, ended_too] == [[True, member.pid] for member in members], "the same processes, and right results"
