@@ -31,6 +31,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import string
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -40,7 +41,7 @@ from typing import Any
 __all__ = ["FILES", "IP", "Host", "enter", "hosts"]
 
 IP = shutil.which("ip") or "/usr/sbin/ip"
-CLONE_NEWNET, CLONE_NEWNS = 0x40000000, 0x00020000
+CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS = 0x40000000, 0x00020000, 0x04000000
 MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19
 FILES = Path("/etc/netns")
 """Where `ip netns exec NAME` finds the files, as NAME/hosts and NAME/resolv.conf, that it mounts over those in /etc."""
@@ -118,15 +119,16 @@ def hosts(count: int) -> Iterator[tuple[Host, ...]]:
 
 
 def enter(namespace: str) -> None:
-    """Move this thread, and those that it starts from now on, to a host: its network, and its files in /etc."""
+    """Move this thread, and those that it starts from now on, to a host: its network, its name, its files in /etc."""
     with open(f"/run/netns/{namespace}") as there:
         _enter(there.fileno())
     libc = ctypes.CDLL(None, use_errno=True)
-    failed = libc.unshare(CLONE_NEWNS) or libc.mount(b"", b"/", b"none", MS_SLAVE | MS_REC, None)
+    failed = libc.unshare(CLONE_NEWNS | CLONE_NEWUTS) or libc.mount(b"", b"/", b"none", MS_SLAVE | MS_REC, None)
     for file in (FILES / namespace).iterdir():
         failed = failed or libc.mount(bytes(file), bytes(Path("/etc", file.name)), b"none", MS_BIND, None)
     if failed:
-        raise OSError(ctypes.get_errno(), "cannot have files in /etc of one's own")
+        raise OSError(ctypes.get_errno(), "cannot have a name and files in /etc of one's own")
+    socket.sethostname(namespace.split("-", 2)[2])  # as `hosts` has made it
 
 
 def _add_host(namespace: str, switch: str, name: str, addresses: dict[str, str], undo: contextlib.ExitStack) -> None:

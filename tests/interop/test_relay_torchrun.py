@@ -6,17 +6,16 @@ result, be their store rank 0's relay or each node's own.
 
 from __future__ import annotations
 
-import contextlib
+import os
 import re
-import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.wire import AMPLE_S, until
+from tests.hosts import enter
 
-from .agents import TORCHRUN
-from .crew import ROOT
+from .agents import run_agent
+from .crew import Crew
 from .relayed_nodes import SERVER_PORT, RelayedNodes, relayed_nodes
 from .relayed_program import WORLD
 
@@ -26,38 +25,39 @@ KILLS, CUTS = 5, 2
 
 
 class Agents:
-    """torchrun on every node, and what it and its worker say."""
+    """torchrun on every node, in members of the crew, and what it and its worker say."""
 
-    def __init__(self, nodes: RelayedNodes, relay: str, stack: contextlib.ExitStack) -> None:
-        self._nodes = nodes
+    def __init__(self, crew: Crew, nodes: RelayedNodes, relay: str) -> None:
         options = f"--nnodes={WORLD} --nproc-per-node=1 --rdzv-backend=rallypoint --rdzv-id=job --max-restarts=0"
         where = f"--rdzv-endpoint={nodes.server_host.name}:{SERVER_PORT} --rdzv-conf=relay={relay}"
-        program = ["-m", "tests.interop.relayed_program", str(nodes.place)]
+        words = [*options.split(), *where.split(), "-m", "tests.interop.relayed_program", str(nodes.place)]
+        self._nodes = nodes
         self._logs = [nodes.place / f"agent-{number}" for number in range(WORLD)]
-        self._children = []
+        self._members = []
         for node, log in zip(nodes.nodes, self._logs, strict=True):
-            with log.open("wb") as file:
-                command = [str(TORCHRUN), *options.split(), *where.split(), *program]
-                child = node.popen(command, stdout=file, stderr=subprocess.STDOUT, cwd=ROOT)
-            stack.callback(child.wait)
-            stack.callback(child.kill)
-            self._children.append(child)
+            log.touch()
+            self._members.append(crew.start(run_agent_on, node.namespace, words, str(log)))
 
     def said(self) -> str:
         return "\n".join(log.read_text(errors="replace") for log in self._logs)
 
     def work_on(self) -> None:
         """Return when the workers have made a few more steps."""
-        enough = self._nodes.steps() + 3
-
-        def look() -> int:
-            assert all(child.poll() is None for child in self._children), self.said()
-            return self._nodes.steps()
-
-        until(look, lambda made: made >= enough)
+        try:
+            self._nodes.work_on(self._members)
+        except BaseException as error:
+            error.add_note(self.said())
+            raise
 
     def end(self) -> list[int]:
-        return [child.wait(AMPLE_S) for child in self._children]
+        return [member.result() for member in self._members]
+
+
+def run_agent_on(namespace: str, words: list[str], output: str) -> int:
+    """Be torchrun on a node."""
+    enter(namespace)
+    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"
+    return run_agent(words, output)
 
 
 def kill_the_server(nodes: RelayedNodes, go_on: Callable[[], None]) -> None:
@@ -72,18 +72,13 @@ def cut_the_links(nodes: RelayedNodes, go_on: Callable[[], None]) -> None:
         go_on()
 
 
-def everything(nodes: RelayedNodes, go_on: Callable[[], None]) -> None:
-    kill_the_server(nodes, go_on)
-    cut_the_links(nodes, go_on)
-
-
-@pytest.mark.parametrize(("relay", "fault"), [("rank0", everything), ("local", everything)], ids=["rank0", "local"])
-def test_workers_of_torchrun_go_on(relay: str, fault: Callable[..., None], tmp_path: Path) -> None:
-    with contextlib.ExitStack() as stack:
-        nodes = stack.enter_context(relayed_nodes(tmp_path, relays=False))
-        agents = Agents(nodes, relay, stack)
+@pytest.mark.parametrize("relay", ["rank0", "local"])
+def test_workers_of_torchrun_go_on(relay: str, crew: Crew, tmp_path: Path) -> None:
+    with relayed_nodes(tmp_path, relays=False) as nodes:
+        agents = Agents(crew, nodes, relay)
         agents.work_on()
-        fault(nodes, agents.work_on)
+        kill_the_server(nodes, agents.work_on)
+        cut_the_links(nodes, agents.work_on)
         nodes.stop()
         assert agents.end() == [0] * WORLD, agents.said()
         begun = re.findall(r"begins (\d+ \d+)", agents.said())
