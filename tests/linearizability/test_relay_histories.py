@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.cutter import Cutter
+from tests.cutter import DOWN, UP, Cutter
 from tests.durability.durable import DurableServer, durable_server
 from tests.relay.relays import relay_process
 
@@ -26,6 +26,9 @@ OPERATIONS = 10
 KILLED = 0.1
 """In which share of the histories the server is killed."""
 
+GRACE_S = "120"
+"""Longer than a session is away, however often it is cut."""
+
 PLACES = ("torch 0", "torch 0", "torch 1", "torch 1", "relay 0", "relay 1", "direct")
 """Who takes part: a client of PyTorch's protocol or of ours at which relay, or one of ours at the server."""
 
@@ -34,7 +37,7 @@ class RelayedCrew(Crew):
     """A server, two relays behind proxies that cut them, and workers at all of them."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self.server: DurableServer = stack.enter_context(durable_server(directory))
+        self.server: DurableServer = stack.enter_context(durable_server(directory, "--grace", GRACE_S))
         cutters = [stack.enter_context(Cutter(self.server.port)) for _ in range(2)]
         self._relays = [stack.enter_context(relay_process(cutter.port))[0] for cutter in cutters]
         super().__init__([self._url(place) for place in PLACES], cutters, stack, OPERATIONS)
@@ -52,6 +55,12 @@ class RelayedCrew(Crew):
             if kill:
                 self.server.restart()
             kill = False
+
+    def _cut_one(self, chance: random.Random) -> None:
+        """Cut one, but let the greetings through as a rule: else nothing goes on."""
+        chance.choice(self.cutters).arm(
+            chance.choice((UP, DOWN)), chance.randrange(1, chance.choice((100, 1000, 3000)))
+        )
 
 
 @pytest.mark.timeout(0)
