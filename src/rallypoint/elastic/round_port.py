@@ -46,11 +46,22 @@ class RoundPort:
         self.pid = pid
         """The relay's process id."""
 
-        self.lost = False
         self._kept = kept
         self._on_end = on_end
-        self._closed = False
+        self._ended = self._closed = False
         threading.Thread(target=self._watch, name=f"end of relay {pid}", daemon=True).start()
+
+    @property
+    def lost(self) -> bool:
+        """Whether that relay has ended, also if nobody was called yet: a worker that fails of it may be seen first."""
+        if not self._ended and not self._closed:
+            try:
+                return self._kept.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b""
+            except BlockingIOError:
+                return False
+            except OSError:
+                return not self._closed
+        return self._ended
 
     def close(self) -> None:
         """Watch it no more; the port stays open."""
@@ -62,9 +73,9 @@ class RoundPort:
         with self._kept:
             with contextlib.suppress(OSError):
                 self._kept.recv(1)  # nothing was asked: this is the end
-            if not self._closed:
-                self.lost = True
-                self._on_end()
+            self._ended = not self._closed
+        if self._ended:
+            self._on_end()
 
 
 def open_round(at: net.Endpoint, run: str, scope: int, timeout_s: float, number: int = 0) -> int:
