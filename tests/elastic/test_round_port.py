@@ -147,6 +147,21 @@ def test_a_relay_that_is_closed_while_it_starts_is_gone() -> None:
         assert not relay.relay.running()
 
 
+def test_a_port_is_gone_when_nobody_answers_there(node: RelayOfNode) -> None:
+    place = net.Endpoint("127.0.0.1", node.open("run", 1))
+    assert not round_port.is_gone(place, AMPLE_S)
+    node.kill()
+    assert node.ended.acquire(timeout=AMPLE_S)
+    until(lambda: round_port.is_gone(place, AMPLE_S), bool)
+    with socket.create_server(("127.0.0.1", 0)) as dying, ThreadPoolExecutor(1) as pool:
+        accepts = pool.submit(dying.accept)
+        accepts.add_done_callback(lambda done: done.result()[0].close())
+        assert round_port.is_gone(net.Endpoint(*dying.getsockname()), AMPLE_S), "it was accepted, and not answered"
+        accepts.result(AMPLE_S)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert not round_port.is_gone(net.Endpoint(*silent.getsockname()), 0.05)
+
+
 def test_refusals(node: RelayOfNode) -> None:
     at = net.Endpoint("127.0.0.1", node.relay.relay.port)
     with pytest.raises(MeetingError, match=f"{at} refused PUT /rounds//1.round=1: nothing here"):

@@ -27,7 +27,7 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectionLost, MeetingError
 from rallypoint.store.route import backoff_s
 
-__all__ = ["RoundOver", "RoundPort", "close_round", "open_port", "open_round"]
+__all__ = ["RoundOver", "RoundPort", "close_round", "is_gone", "open_port", "open_round"]
 
 ATTEMPT_S = 10.0
 """How long one that is asked again may take to answer, each time."""
@@ -119,6 +119,23 @@ def close_round(at: net.Endpoint, run: str, timeout_s: float, scope: int | None 
     """Close a run's round, with `scope` only if it is not a later one; what was stored in it is gone."""
     connection, _ = _ask(at, "DELETE", _path(run, scope), timeout_s, again)
     connection.close()
+
+
+def is_gone(place: net.Endpoint, within_s: float) -> bool:
+    """Return whether nobody has this port any more; silence, as of a machine that is lost, does not say so.
+
+    A process that was killed ends its connections one after the other, and may still accept one in between: it does not
+    answer then.
+    """
+    with contextlib.closing(HTTPConnection(*place, timeout=within_s)) as connection:
+        try:
+            connection.request("GET", "/about")
+            connection.getresponse().read()
+        except (ConnectionError, HTTPException):
+            return True
+        except OSError:
+            pass
+    return False
 
 
 def _path(run: str, scope: int | None, **told: int) -> str:

@@ -15,7 +15,6 @@ would lose their store with every restart of the server.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import urllib.parse
 from collections.abc import Callable
@@ -38,8 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["StoreProvider", "alone", "at_endpoint", "on_etcd", "rank0_address"]
 
-PROBE_S = 1.0
-"""How long rank 0's node may take to accept a connection, where a worker has failed; silence proves nothing."""
+PROBE_S = 3.0
+"""How long a relay may take to say that it is there, where a worker has failed; silence proves nothing."""
 
 LOOPBACK = "127.0.0.1"
 
@@ -84,7 +83,7 @@ class StoreProvider:
     def lost(self, failed: bool = False) -> str:
         """Say how the store of this round has ended, empty while it is there.
 
-        Where a worker has `failed`, it is looked for, too, if it is on another node.
+        Where a worker has `failed`, perhaps of that, the store is asked whether it is there, also on another node.
         """
         return ""
 
@@ -100,7 +99,7 @@ class _RelayProvider(StoreProvider):
         super().__init__(store, server)
         self._relay = relay
         self._local = local
-        self._elsewhere: tuple[net.Endpoint, str] | None = None  # the store of this round, on another node
+        self._place: tuple[net.Endpoint, str] | None = None  # the store of this round, and whose relay it is
 
     def relay(self) -> str:
         return self._relay.variable(self.server_id)
@@ -112,27 +111,24 @@ class _RelayProvider(StoreProvider):
         return self._relay.open(run, now.scope, now.number, timeout_s, everywhere=everywhere)
 
     def store_of(self, run: str, now: Round, port: int, timeout_s: float) -> net.Endpoint:
-        self._elsewhere = None
+        owner = "its relay"
         if now.rank and self._local:
             port = self._relay.open(run, now.scope, now.number, timeout_s, port=port)
         elif now.rank:
             self._relay.close_port(run, timeout_s)
-            self._elsewhere = net.Endpoint(rank0_address(now), port), now.first.name
-        return net.Endpoint(LOOPBACK if self._local else rank0_address(now), port)
+            owner = f"the relay of rank 0, on {now.first.name}"
+        place = net.Endpoint(LOOPBACK if self._local else rank0_address(now), port)
+        self._place = place, owner
+        return place
 
     def close_round(self, run: str, scope: int, timeout_s: float) -> None:
         self._relay.close_round(run, scope, timeout_s)
 
     def lost(self, failed: bool = False) -> str:
-        if failed and self._elsewhere is not None:
-            place, node = self._elsewhere
-            try:
-                socket.create_connection(place, PROBE_S).close()
-            except ConnectionRefusedError:
-                return f"the relay of rank 0, on {node} at {place}, is gone"
-            except OSError:
-                pass  # its machine may be lost, which the server will know
-        return self._relay.lost()
+        known = self._relay.lost()
+        if known or not failed or self._place is None or not round_port.is_gone(self._place[0], PROBE_S):
+            return known
+        return f"{self._place[1]} at {self._place[0]}, is gone"
 
     def close(self) -> None:
         try:
