@@ -689,11 +689,14 @@ def test_closing_ends_the_search_for_a_server_whatever_happens_to_it_at_that_mom
 ) -> None:
     async def main() -> None:
         for ticks in range(6):
-            attempts, fail = 0, asyncio.Event()
+            attempts, tried, fail = 0, asyncio.Event(), asyncio.Event()
 
-            async def greet(session: aio._Session, endpoint: object, fail: asyncio.Event = fail) -> None:
+            async def greet(
+                session: aio._Session, endpoint: object, tried: asyncio.Event = tried, fail: asyncio.Event = fail
+            ) -> None:
                 nonlocal attempts
                 attempts += 1
+                tried.set()
                 await fail.wait()
                 raise OSError("no")
 
@@ -701,8 +704,7 @@ def test_closing_ends_the_search_for_a_server_whatever_happens_to_it_at_that_mom
             with monkeypatch.context() as patch:
                 patch.setattr(aio._Session, "_greet", greet)
                 store._session._transport.abort()
-                while not attempts:
-                    await asyncio.sleep(0.01)
+                await tried.wait()
                 fail.set()
                 for _ in range(ticks):
                     await asyncio.sleep(0)

@@ -12,8 +12,9 @@ from tests.relay.fake_upstream import FakeServer, in_loop, is_connected
 
 from rallypoint import net
 from rallypoint.protocol import native
-from rallypoint.protocol.channels import WINDOW
+from rallypoint.protocol.channels import WINDOW, shared_frames
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Hello, decode_hello, frame
+from rallypoint.relay import native_forward
 from rallypoint.relay.native_forward import HELLO_BYTES, RoundName
 from rallypoint.relay.server import RelayServer
 from rallypoint.server.settings import Settings
@@ -183,7 +184,31 @@ async def test_the_end_of_a_channel_closes_its_client() -> None:
 
 
 @in_loop
-async def test_without_a_server_a_client_is_hung_up_on_at_once() -> None:
+async def test_a_client_that_comes_while_the_server_is_away_is_held() -> None:
+    async with relaying(connect=False) as (relay, server):
+        here, gone, many = [await Client.dial(port_of(relay)) for _ in range(3)]
+        for client in (here, gone, many):
+            client.writer.write(b"hello")
+        many.writer.write(b"x" * (2 * WINDOW))
+        gone.close()
+        while relay.connections > 2:
+            await asyncio.sleep(0)
+        await server.start()
+        await is_connected(relay.upstream)
+        await server.until(lambda: sorted(map(len, server.link.data.values())) == [5, WINDOW])
+        assert set(server.link.data.values()) == {b"hello", b"hello" + b"x" * (WINDOW - 5)}
+        number = max(server.link.data, key=lambda number: len(server.link.data[number]))
+        server.link.grants(number, WINDOW)
+        await server.until(lambda: len(server.link.data[number]) == 2 * WINDOW)
+        server.link.says(3 - number, b"welcome")
+        assert await here.reader.readexactly(7) == b"welcome"
+        here.close()
+        many.close()
+
+
+@in_loop
+async def test_a_client_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_forward, "HOLD_S", 0.0)
     async with relaying(connect=False) as (relay, server):
         client = await Client.dial(port_of(relay), greets=False)
         assert await client.ends() == ACCEPTED
@@ -193,6 +218,22 @@ async def test_without_a_server_a_client_is_hung_up_on_at_once() -> None:
         again.writer.write(b"hello")
         await server.until(lambda: server.link.data == {1: b"hello"})
         again.close()
+
+
+@in_loop
+async def test_what_several_clients_share_comes_to_each() -> None:
+    async with relaying() as (relay, server):
+        one, other = await Client.dial(port_of(relay)), await Client.dial(port_of(relay))
+        for client in (one, other):
+            client.writer.write(b"hello")
+        await server.until(lambda: len(server.link.data) == 2)
+        server.link.transport.write(b"".join(shared_frames([(1, b"a"), (2, b"b")], b" same")))
+        assert {await client.reader.readexactly(6) for client in (one, other)} == {b"a same", b"b same"}
+        server.link.transport.write(b"".join(shared_frames([(1, b"a"), (9, b"b")], b" same")))
+        await one.ends()
+        await server.until(lambda: server.links[0].lost)
+        one.close()
+        other.close()
 
 
 @in_loop

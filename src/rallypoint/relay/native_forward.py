@@ -8,17 +8,23 @@ credit for what its socket does not take. A channel whose window is full stops t
 channel ends, so does the connection: the client resumes its session, by this relay or directly. When the client hangs
 up, what it sent is passed on, and then the channel is closed.
 
+A client that comes while the server is away is held for a while: it is back as a rule before the client's own pauses,
+on top of the relay's, would have let it come again, and the grace of its session is short.
+
 Rejected: to keep a client's connection over an outage of the server. The relay would have to know which of its
 requests were answered, which is what the client's own session is for.
 """
 
 from __future__ import annotations
 
+import asyncio
+import time
 from typing import NamedTuple
 
 import msgspec
 
 from rallypoint.protocol import BadMessage
+from rallypoint.protocol.channels import WINDOW
 from rallypoint.protocol.native import GARBLED, decode_hello, frame, unpack_length
 from rallypoint.relay.channel import Channel
 from rallypoint.relay.upstream import Upstream
@@ -30,6 +36,10 @@ HELLO_BYTES = 64 * 1024
 """The longest hello that is read; its longest field is a list of former sessions."""
 
 
+HOLD_S = 5.0
+"""For how long of the server's absence clients are held; then they are hung up on, and may go to it directly."""
+
+
 class RoundName(NamedTuple):
     """Which namespace the clients of a port are to have."""
 
@@ -39,24 +49,29 @@ class RoundName(NamedTuple):
 
 
 class NativeForward:
-    """Passes the bytes of one client on. Where the relay has no connection to its server, it hangs up at once."""
+    """Passes the bytes of one client on, as soon as the relay has a connection to its server."""
 
     def __init__(self, connection: Connection, upstream: Upstream, round_name: RoundName | None = None) -> None:
         self._connection = connection
         self._round_name = round_name
         self._hello = None if round_name is None else bytearray()
+        self._upstream = upstream
         self._channel: Channel | None = None
+        self._early = b""  # what came before there was a channel
+        self._holding: asyncio.TimerHandle | None = None
         self._owed = 0  # bytes that the client has yet to take
         self.greeted = False
         if upstream.connected:
             self._channel = upstream.open_channel(self)
         else:
-            connection.close()
+            left_s = HOLD_S - (time.monotonic() - upstream.since)
+            self._holding = asyncio.get_running_loop().call_later(max(left_s, 0.0), connection.close)
+            upstream.on_connected(self._connect)
 
     @property
     def held(self) -> int:
         """How many bytes of the client wait to be sent upstream."""
-        unsent = 0 if self._channel is None else self._channel.unsent
+        unsent = len(self._early) if self._channel is None else self._channel.unsent
         return unsent if self._hello is None else unsent + len(self._hello)
 
     @property
@@ -68,6 +83,10 @@ class NativeForward:
         """Pass on what came from the client; without anything, note that it has taken what was sent."""
         channel = self._channel
         if channel is None:
+            if self._holding is not None:
+                self._early += data
+                if len(self._early) >= WINDOW:
+                    self._connection.stall()
             return b""
         if not self._connection.paused and self._owed:
             channel.consumed(self._owed)
@@ -99,8 +118,29 @@ class NativeForward:
         self._hello = None
         return frame(msgspec.structs.replace(hello, run=run, scope=scope, round=number)) + rest
 
+    def _connect(self) -> None:
+        """Open the channel, for the server is back, and pass on what came meanwhile."""
+        self._release()
+        self._channel = self._upstream.open_channel(self)
+        early, self._early = self._early, b""
+        try:
+            self.receive(early)
+        except BadMessage as error:
+            self._connection.drop(str(error))
+        else:
+            if not self._channel.unsent:
+                self._connection.read_on()
+
+    def _release(self) -> None:
+        """Hold the client no longer."""
+        if self._holding is not None:
+            self._holding.cancel()
+            self._holding = None
+            self._upstream.forget(self._connect)
+
     def end(self) -> None:
         """Close the channel behind what the client sent."""
+        self._release()
         if self._channel is not None:
             self._channel.close()
             self._channel = None

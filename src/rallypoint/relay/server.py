@@ -4,8 +4,8 @@ PyTorch's clients share one session upstream (`relay/torch_session.py`), one for
 channel and a session each (`relay/native_forward.py`). It listens on TCP and Unix sockets, has the limits and pages of
 every server, and a port for each round of a run (`relay/rounds.py`).
 
-While there is no connection upstream, PyTorch's clients wait, native clients are hung up on, for their own addresses or
-attempts are better than a wait here, and `/healthz` says since when, and why.
+While there is no connection upstream, PyTorch's clients wait, and native clients do for a few seconds, before they are
+hung up on: their own addresses may be better then. `/healthz` says since when there is none, and why.
 
 Rejected: to stop listening while the server is away. PyTorch's clients cannot connect again, so those that start
 during an outage would fail.

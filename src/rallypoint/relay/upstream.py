@@ -31,6 +31,10 @@ __all__ = ["Channel", "ChannelOwner", "Upstream"]
 
 log = logging.getLogger("rallypoint.relay")
 
+PAUSE_S = 0.2
+"""The longest pause between two attempts: a whole node waits for this one connection, and the grace of its sessions,
+two seconds by default, has begun."""
+
 DOWN_S = 1.0
 """How long a server may be away before the log says so."""
 
@@ -179,7 +183,7 @@ class Upstream:
                     search.failed(endpoint, connection.why or CLOSED)
             self.why = search.why
             self._say()
-            await asyncio.sleep(search.pause_s())
+            await asyncio.sleep(min(search.pause_s(), PAUSE_S))
 
     def _adopt(self, connection: ChannelConnection) -> None:
         self._connection = connection
