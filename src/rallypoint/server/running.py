@@ -33,9 +33,14 @@ from rallypoint.supervisor import WHY_NOT
 
 __all__ = ["FILES_KEPT", "Serving", "limited", "published", "run", "run_child", "url_of"]
 
+log = logging.getLogger("rallypoint.server")
+
 FILES_WANTED = 65_536
 FILES_KEPT = 64
 """How many descriptors the server keeps for itself, and for those whom it accepts only to turn them away."""
+
+CLOSE_S = 20.0
+"""How long closing may take; every kind of server bounds what it waits for by less."""
 
 PARENT_POLL_S = 0.5
 
@@ -99,7 +104,17 @@ async def _serve(make: Serving, settings: Settings, sockets: list[socket.socket]
         with published(settings, url):
             ready(url)
             await stop.wait()
-        await server.close()
+        await _close(server)
+
+
+async def _close(server: ServerBase) -> None:
+    """Close the server, and give that up after a while: a process that was told to end must end."""
+    closing = asyncio.ensure_future(server.close())
+    done, _ = await asyncio.wait([closing], timeout=CLOSE_S)
+    if not done:
+        log.error("a bug: closing takes longer than %g s, and is given up", CLOSE_S)
+        return
+    closing.result()
 
 
 async def _open(server: ServerBase, sockets: list[socket.socket], stop: asyncio.Event) -> bool:
