@@ -4,7 +4,7 @@
 PYTHON ?= python3
 ARGS   ?=
 HOURS  ?= 1
-JOBS   ?= 3
+JOBS   ?= 4
 
 # Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
 # Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.

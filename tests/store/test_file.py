@@ -532,6 +532,7 @@ def test_a_process_killed_while_it_compacts_all_the_time_loses_nothing(
     for item in "abcdef":
         store.queue_push("q", item)
     bystander = start(code, "bystander")
+    bystander.hear()  # it may be slow to start, and must not be killed before it has counted
     for number in range(3):
         victim = start(code, f"victim {number}")
         for _ in range(chance.randint(1, 30)):
