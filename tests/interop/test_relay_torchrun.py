@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,25 +59,17 @@ def run_agent_on(namespace: str, words: list[str], output: str) -> int:
     return run_agent(words, output)
 
 
-def kill_the_server(nodes: RelayedNodes, go_on: Callable[[], None]) -> None:
-    for _ in range(KILLS):
-        nodes.restart_server()
-        go_on()
-
-
-def cut_the_links(nodes: RelayedNodes, go_on: Callable[[], None]) -> None:
-    for number in range(CUTS):
-        nodes.cut(nodes.nodes[number % 2])
-        go_on()
-
-
 @pytest.mark.parametrize("relay", ["rank0", "local"])
 def test_workers_of_torchrun_go_on(relay: str, crew: Crew, tmp_path: Path) -> None:
     with relayed_nodes(tmp_path, relays=False) as nodes:
         agents = Agents(crew, nodes, relay)
         agents.work_on()
-        kill_the_server(nodes, agents.work_on)
-        cut_the_links(nodes, agents.work_on)
+        for _ in range(KILLS):
+            nodes.restart_server()
+            agents.work_on()
+        for number in range(CUTS):
+            nodes.cut(nodes.nodes[number % 2])
+            agents.work_on()
         nodes.stop()
         assert agents.end() == [0] * WORLD, agents.said()
         begun = re.findall(r"begins (\d+ \d+)", agents.said())
