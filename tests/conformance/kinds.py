@@ -93,17 +93,20 @@ def shared_gateway() -> Server:
     return server
 
 
+_worlds = itertools.count(1)
+
+
 @contextlib.contextmanager
-def gateway_world(_: Path) -> Iterator[Callable[[], Place]]:
-    """One gateway for all tests: every place is another door of it."""
-    address = ("127.0.0.1", shared_gateway().port)
+def rounds_at(port: int) -> Iterator[Callable[[], Place]]:
+    """Every place is another round of one run, at a gateway or a relay."""
+    address = ("127.0.0.1", port)
     name = f"/rounds/{next(_worlds)}"
     rounds = itertools.count(1)
 
     def fresh() -> Place:
         answer = http(address, f"PUT {name}/{next(rounds)} HTTP/1.0\r\n\r\n".encode())
-        port = json.loads(answer.partition(b"\r\n\r\n")[2])["port"]
-        return Place(lambda: TCPStore("127.0.0.1", port), f"tcp://127.0.0.1:{port}")
+        opened = json.loads(answer.partition(b"\r\n\r\n")[2])["port"]
+        return Place(lambda: TCPStore("127.0.0.1", opened), f"tcp://127.0.0.1:{opened}")
 
     try:
         yield fresh
@@ -111,7 +114,9 @@ def gateway_world(_: Path) -> Iterator[Callable[[], Place]]:
         http(address, f"DELETE {name} HTTP/1.0\r\n\r\n".encode())
 
 
-_worlds = itertools.count(1)
+def gateway_world(_: Path) -> contextlib.AbstractContextManager[Callable[[], Place]]:
+    """One gateway for all tests: every place is another door of it."""
+    return rounds_at(shared_gateway().port)
 
 
 @functools.cache
@@ -124,22 +129,9 @@ def shared_relay() -> Relay:
     return relay
 
 
-@contextlib.contextmanager
-def relay_world(_: Path) -> Iterator[Callable[[], Place]]:
+def relay_world(_: Path) -> contextlib.AbstractContextManager[Callable[[], Place]]:
     """One relay for all tests: every place is another round at it."""
-    address = ("127.0.0.1", shared_relay().port)
-    name = f"/rounds/{next(_worlds)}"
-    rounds = itertools.count(1)
-
-    def fresh() -> Place:
-        answer = http(address, f"PUT {name}/{next(rounds)} HTTP/1.0\r\n\r\n".encode())
-        port = json.loads(answer.partition(b"\r\n\r\n")[2])["port"]
-        return Place(lambda: TCPStore("127.0.0.1", port), f"tcp://127.0.0.1:{port}")
-
-    try:
-        yield fresh
-    finally:
-        http(address, f"DELETE {name} HTTP/1.0\r\n\r\n".encode())
+    return rounds_at(shared_relay().port)
 
 
 def prefixed(kind: Kind) -> Kind:
