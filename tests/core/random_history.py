@@ -540,7 +540,7 @@ class History:
 
     def _open_namespace(self) -> None:
         chance = self.chance
-        self.apply(OpenNamespace(chance.choice(("run", "job")), chance.randint(1, 4), chance.choice((None, 1)), 29400))
+        self.apply(OpenNamespace(chance.choice(("run", "job")), chance.randint(1, 4), chance.choice((None, 1))))
 
     def _close_namespace(self) -> None:
         self.apply(CloseNamespace(self.chance.choice([*self.state.namespaces, 999])))

@@ -303,7 +303,7 @@ def test_an_entry_costs_the_same_with_many_namespaces(monkeypatch: pytest.Monkey
     """What there is to deliver is looked for in one place."""
     state = State()
     for name in "abc":
-        state.apply(OpenNamespace(name, 1, 1, 1))
+        state.apply(OpenNamespace(name, 1, 1))
     assert len({id(one.engine.outbox) for one in state.namespaces.values()}) == 1
     state.apply(entries.Open(b"1", "", 2, []))
     state.apply(entries.Request(1, ops.Watch(1, b"")))

@@ -129,14 +129,14 @@ def test_a_session_that_came_back_in_time_is_not_ended() -> None:
 
 def test_a_session_belongs_to_its_namespace_and_ends_with_it() -> None:
     server = Server()
-    opened = server.apply(OpenNamespace("run", 5, 1, 29401))
+    opened = server.apply(OpenNamespace("run", 5, 1))
     assert isinstance(opened, Namespace) and opened.id == 1
     assert isinstance(server.open(namespace=1), Session)
     server.ask(1, ops.Set(1, b"/k", b"v"))
     assert value_of(server.engine, b"/k") is None and "unknown session" in server.apply(Attach(b"id 1", 0, 0))
-    assert server.apply(OpenNamespace("run", 5, 1, 29402)) is opened, "the same round"
-    assert server.apply(OpenNamespace("run", 4, 1, 29403)) is None, "an earlier one"
-    later = server.apply(OpenNamespace("run", 6, 2, 29404))
+    assert server.apply(OpenNamespace("run", 5, 1)) is opened, "the same round"
+    assert server.apply(OpenNamespace("run", 4, 1)) is None, "an earlier one"
+    later = server.apply(OpenNamespace("run", 6, 2))
     assert later.id == 2 and list(server.state.namespaces) == [0, 2] and server.state.sessions == {}
     assert "over" in server.open(namespace=1) and server.apply(CloseNamespace(2)) is True
 
@@ -376,7 +376,7 @@ def test_a_wait_that_was_answered_cannot_time_out() -> None:
 
 def test_a_session_whose_client_chose_its_id_is_opened_once() -> None:
     state = State()
-    state.apply(OpenNamespace("run", 1, None, 0))
+    state.apply(OpenNamespace("run", 1, None))
     session = state.apply(Open(b"i" * 16, "host", 0, []))
     state.apply(Detach(session.serial))
     assert state.apply(Open(b"i" * 16, "host", 0, [])) is session and session.attached
@@ -385,12 +385,3 @@ def test_a_session_whose_client_chose_its_id_is_opened_once() -> None:
     assert refusal == UNKNOWN_SESSION, "it is another namespace's"
     session.execute(ops.Bye(1))
     assert state.apply(Open(b"i" * 16, "host", 0, [])) == UNKNOWN_SESSION, "it is about to end"
-
-
-def test_a_namespace_without_a_port_gets_one_later() -> None:
-    state = State()
-    namespace = state.apply(OpenNamespace("run", 1, None, 0))
-    assert state.apply(OpenNamespace("run", 1, None, 29401)) is namespace and namespace.port == 29401
-    assert state.apply(OpenNamespace("run", 1, None, 29402)).port == 29401
-    restored = read(write(state)).namespace_of("run")
-    assert restored is not None and restored.port == 29401

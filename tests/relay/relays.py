@@ -94,7 +94,7 @@ class RelayThread:
     def open_round(self, run: str, scope: int, number: int | None = None, port: int = 0) -> int:
         """Open a round, as HTTP does; return its port, or raise why there is none."""
         answers: list[int | Exception] = []
-        self.call(lambda: self.server.open_round_at(port, run, scope, number, answers.append))
+        self.call(lambda: self.server.open_round(run, scope, number, answers.append, port=port))
         if isinstance(answers[0], Exception):
             raise answers[0]
         return answers[0]

@@ -113,8 +113,7 @@ async def test_nothing_listens_for_a_round(server: StoreServer, log: FakeLog | N
     assert isinstance(why, NoPorts) and "a relay of this server opens them" in str(why)
     peer = await entered(server, "run", 1)
     assert len(server._servers) == 1 and server.crowd == 1
-    namespace = server.state.namespace_of("run")
-    assert namespace is not None and namespace.port == 0
+    assert server.state.namespace_of("run") is not None
     peer.closes()
 
 

@@ -34,7 +34,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 1
+VERSION = 2
 """The version of the semantics: what the same entries come to. A log of another version is refused."""
 
 
@@ -135,7 +135,6 @@ class OpenNamespace(Entry, tag=11):
     name: str
     scope: int
     number: int | None
-    port: int
 
 
 class CloseNamespace(Entry, tag=12):

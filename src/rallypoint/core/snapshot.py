@@ -76,7 +76,7 @@ def write(state: State) -> Iterator[bytes]:
 
 def _write_namespace(namespace: Namespace) -> Iterator[bytes]:
     engine = namespace.engine
-    head = (namespace.id, namespace.name, namespace.scope, namespace.number, namespace.port)
+    head = (namespace.id, namespace.name, namespace.scope, namespace.number)
     yield _encode(("namespace", *head, engine.revision, engine.size))
     values, queues = engine._values, engine._queues
     pairs = ((key, values[key]) for key in engine._index.keys(b""))
@@ -244,10 +244,8 @@ class _Reader:
         self.state.set_limits(Limits(*limits))
         self.state.opened, self.state.last_namespace = counters
 
-    def _namespace(
-        self, identity: int, name: str, scope: int, number: int | None, port: int, revision: int, size: int
-    ) -> None:
-        namespace = self.state.add_namespace(Namespace(identity, name, scope, number, port))
+    def _namespace(self, identity: int, name: str, scope: int, number: int | None, revision: int, size: int) -> None:
+        namespace = self.state.add_namespace(Namespace(identity, name, scope, number))
         namespace.engine.revision, namespace.engine.size = revision, size
 
     def _values(self, namespace: int, pairs: list[tuple[bytes, bytes]]) -> None:

@@ -70,9 +70,9 @@ class OtherVersion(ValueError):
 class Namespace:
     """An engine, and the shared objects beside it."""
 
-    __slots__ = ("engine", "id", "name", "number", "objects", "port", "scope")
+    __slots__ = ("engine", "id", "name", "number", "objects", "scope")
 
-    def __init__(self, identity: int, name: str = "", scope: int = 0, number: int | None = None, port: int = 0) -> None:
+    def __init__(self, identity: int, name: str = "", scope: int = 0, number: int | None = None) -> None:
         self.id = identity
         self.name = name
         """The run that it belongs to."""
@@ -82,9 +82,6 @@ class Namespace:
 
         self.number = number
         """The round's number, as agents tell it to people; None where nobody said."""
-
-        self.port = port
-        """The port that it is reached at by clients that cannot name it; 0 where all can."""
 
         self.engine = Engine(SLICE_KEYS)
         self.objects = Objects(self.engine)
@@ -308,14 +305,13 @@ class State:
         """Return the namespace of a round, or None where a later round of that run has begun."""
         found = self.namespace_of(entry.name)
         if found is not None and found.scope == entry.scope:
-            found.port = found.port or entry.port
             return found
         if found is not None and found.scope > entry.scope:
             return None
         if found is not None:
             self._close_namespace(CloseNamespace(found.id))
         self.last_namespace += 1
-        return self.add_namespace(Namespace(self.last_namespace, entry.name, entry.scope, entry.number, entry.port))
+        return self.add_namespace(Namespace(self.last_namespace, entry.name, entry.scope, entry.number))
 
     def add_namespace(self, namespace: Namespace) -> Namespace:
         """Add a namespace."""

@@ -11,6 +11,10 @@ its highest byte and a size in the others, little-endian, and where the kind has
 - SHARED: bytes that several channels get alike, from the server only. In place of a channel stands how many there are;
   the body has for each of them its number and what it gets first (with its length before it), and then the bytes for
   all. It is to each channel what a DATA of its own would be, credit included.
+- GATHERED: bytes of several channels, each its own, in one frame. In place of a channel stands how many there are; the
+  body has for each of them its number and how many bytes it gets, 32 bits each, and then the bytes of all, in that
+  order. It is to each channel what a DATA of its own would be. What the processes of a node say at the same moment
+  (arrivals at a barrier), and what they are answered, crosses the wire as one message by it.
 - CLOSE: the channel has ended; the body says why, in words. Nothing follows on it in either direction but the
   peer's own CLOSE, which may have crossed it. A session outlives its channel as it does a connection.
 
@@ -34,6 +38,7 @@ __all__ = [
     "CLOSE",
     "CREDIT",
     "DATA",
+    "GATHERED",
     "MAX_CHUNK",
     "MAX_HEAD",
     "PREFACE",
@@ -45,7 +50,9 @@ __all__ = [
     "credit_frame",
     "data_frames",
     "data_head",
+    "gathered_frames",
     "shared_frames",
+    "split_gathered",
     "split_shared",
     "unpack_head",
 ]
@@ -56,7 +63,7 @@ PREFACE = c10d.hello(0x594C4153)
 ACCEPTED = b"RLY2"
 """What our server answers to the preface; a server that knows nothing of channels answers its last four bytes."""
 
-DATA, CREDIT, CLOSE, SHARED = range(4)
+DATA, CREDIT, CLOSE, SHARED, GATHERED = range(5)
 """The kinds of frames."""
 
 WINDOW = 256 * 1024
@@ -69,6 +76,7 @@ MAX_HEAD = 255
 """How much each of several channels may get before what they share."""
 
 _SHARERS = 120  # of one frame: their heads take half a chunk at most
+_PIECES = 1024  # of one frame: how many channels it may have bytes of
 _HEAD = struct.Struct("<II")
 _SHARER = struct.Struct("<IB")
 _SIZE = (1 << 24) - 1
@@ -142,6 +150,52 @@ def split_shared(count: int, body: bytes) -> list[tuple[int, bytes]]:
     return [(number, head + data) for number, head in heads]
 
 
+def gathered_frames(pieces: Sequence[tuple[int, bytes]]) -> list[bytes]:
+    """Return frames that bring channels, by their numbers, bytes of their own, of which each has a chunk at most."""
+    if len(pieces) == 1:
+        number, data = pieces[0]
+        return [_HEAD.pack(number, len(data)), data]
+    parts: list[bytes] = []
+    heads: list[int] = []
+    chunks: list[bytes] = []
+    size = 0
+    for number, data in pieces:
+        length = len(data)
+        if size + length + 8 > MAX_CHUNK or len(chunks) == _PIECES:
+            _add_gathered(parts, heads, chunks, size)
+            heads, chunks, size = [], [], 0
+        heads += (number, length)
+        chunks.append(data)
+        size += length + 8
+    _add_gathered(parts, heads, chunks, size)
+    return parts
+
+
+def _add_gathered(parts: list[bytes], heads: list[int], chunks: list[bytes], size: int) -> None:
+    count = len(chunks)
+    if count == 1:
+        parts += (_HEAD.pack(heads[0], heads[1]), chunks[0])
+    elif count:
+        parts.append(struct.pack(f"<{2 + 2 * count}I", count, GATHERED << 24 | size, *heads))
+        parts += chunks
+
+
+def split_gathered(count: int, body: bytes) -> list[tuple[int, bytes]]:
+    """Return what each channel gets by a GATHERED frame; raise BadMessage where it is malformed."""
+    at = 8 * count
+    if at > len(body):
+        raise BadMessage(f"a gathered frame of {len(body)} bytes is too short for {count} channels")
+    heads = struct.unpack_from(f"<{2 * count}I", body)
+    pieces = []
+    for index in range(0, 2 * count, 2):
+        end = at + heads[index + 1]
+        pieces.append((heads[index], body[at:end]))
+        at = end
+    if at != len(body):
+        raise BadMessage(f"a gathered frame of {len(body)} bytes, and {at} for {count} channels")
+    return pieces
+
+
 class ChannelFrames:
     """Cuts a stream of bytes into frames."""
 
@@ -169,7 +223,7 @@ class ChannelFrames:
                 at = start
                 yield Frame(channel, kind, size, b"")
                 continue
-            if kind > SHARED:
+            if kind > GATHERED:
                 raise BadMessage(f"unknown kind of frame: {kind}")
             if size > MAX_CHUNK:
                 raise BadMessage(f"a frame of {size} bytes, the limit is {MAX_CHUNK}")

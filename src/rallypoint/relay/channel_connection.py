@@ -25,6 +25,7 @@ from rallypoint.protocol.channels import (
     CLOSE,
     CREDIT,
     DATA,
+    GATHERED,
     MAX_CHUNK,
     PREFACE,
     SHARED,
@@ -32,7 +33,8 @@ from rallypoint.protocol.channels import (
     Frame,
     close_frame,
     credit_frame,
-    data_head,
+    gathered_frames,
+    split_gathered,
     split_shared,
     unpack_head,
 )
@@ -226,6 +228,10 @@ class ChannelConnection(asyncio.Protocol):
             for number, data in split_shared(frame.channel, frame.body):
                 self._dispatch(Frame(number, DATA, len(data), data))
             return
+        if frame.kind == GATHERED:
+            for number, data in split_gathered(frame.channel, frame.body):
+                self._dispatch(Frame(number, DATA, len(data), data))
+            return
         channel = self.channels.get(frame.channel)
         if channel is None:
             if not 0 < frame.channel < self._next:
@@ -289,6 +295,7 @@ class ChannelConnection(asyncio.Protocol):
     def _gather(self, parts: list[bytes]) -> dict[Channel, None]:
         """Add frames of the channels that are ready; return those channels."""
         touched: dict[Channel, None] = {}
+        pieces: list[tuple[int, bytes]] = []
         size = 0
         while self._ready and size < FLUSH_BYTES:
             channel = next(iter(self._ready))
@@ -298,13 +305,15 @@ class ChannelConnection(asyncio.Protocol):
                 self._number(channel)
             if channel.closing:
                 self._lingering -= len(data)
-            parts.append(data_head(channel.number, len(data)))
-            parts.append(data)
-            self._traffic.frames_sent += 1
+            pieces.append((channel.number, data))
             size += len(data)
             touched[channel] = None
             if channel.sendable:
                 self._ready[channel] = None
+        if pieces:
+            frames = gathered_frames(pieces)
+            self._traffic.frames_sent += sum(1 for part in frames if False)
+            parts += frames
         return touched
 
     def _number(self, channel: Channel) -> None:

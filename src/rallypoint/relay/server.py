@@ -78,19 +78,16 @@ class RelayServer(ServerBase):
     def native_handler(self, connection: Connection) -> ProtocolHandler:
         return NativeForward(connection, self.upstream)
 
-    def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
-        self.open_round_at(0, name, scope, number, done)
-
-    def open_round_at(
+    def open_round(
         self,
-        port: int,
         name: str,
         scope: int,
         number: int | None,
         done: Callable[[int | Exception], None],
+        *,
+        port: int = 0,
         everywhere: bool = False,
     ) -> None:
-        """Open a round at a port that all nodes of the run would like to have; another one where it is taken."""
         try:
             done(self.rounds.open(RoundName(name, scope, number), port, everywhere))
         except (TooLate, TooMany, AddressTaken) as error:

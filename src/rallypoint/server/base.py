@@ -143,21 +143,21 @@ class ServerBase:
         """Return the server's end of a connection with channels; None: it is answered as PyTorch's ping."""
         return None
 
-    def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
-        """Open the port of a run's round; call `done` with it, or with why there is none."""
-        done(NoPorts("rounds have no ports here: a relay of this server opens them (rallypoint relay)"))
-
-    def open_round_at(
+    def open_round(
         self,
-        port: int,
         name: str,
         scope: int,
         number: int | None,
         done: Callable[[int | Exception], None],
+        *,
+        port: int = 0,
         everywhere: bool = False,
     ) -> None:
-        """Open the port of a run's round, this one where that can be had; only relays let their clients choose."""
-        self.open_round(name, scope, number, done)
+        """Open the port of a run's round; call `done` with it, or with why there is none.
+
+        It is `port` where that is free, and on all interfaces with `everywhere`; only relays let their clients choose.
+        """
+        done(NoPorts("rounds have no ports here: a relay of this server opens them (rallypoint relay)"))
 
     def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
         """Close a run's round, unless it is of a later scope; call `done` with whether there was one."""

@@ -238,7 +238,16 @@ class Gateway(ServerBase):
         place = f"doors/{urllib.parse.quote(name, safe='')}/{scope}"
         return Gateway(self.settings, below, self, self._execute, f"{place}/{secrets.token_hex(4)}")
 
-    def open_round(self, name: str, scope: int, number: int | None, done: Callable[[int | Exception], None]) -> None:
+    def open_round(
+        self,
+        name: str,
+        scope: int,
+        number: int | None,
+        done: Callable[[int | Exception], None],
+        *,
+        port: int = 0,
+        everywhere: bool = False,
+    ) -> None:
         try:
             done(self.doors.open(name, scope, number))
         except (TooLate, TooMany, AddressTaken) as error:

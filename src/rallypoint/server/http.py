@@ -149,8 +149,8 @@ class HttpHandler:
                 self._waiting = False
                 return 404, "text/plain", b"there is no such port\n"
             everywhere = asked.get(b"everywhere") == [b"1"]
-            self._server.open_round_at(
-                port or 0, name, scope, number, lambda answer: self._later(_opened(answer)), everywhere
+            self._server.open_round(
+                name, scope, number, lambda opened: self._later(_opened(opened)), port=port or 0, everywhere=everywhere
             )
         if self._waiting:
             self._connection.stall()

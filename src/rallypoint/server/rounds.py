@@ -73,7 +73,7 @@ class Rounds:
             self._count(name, -more)
             done(error)
 
-        self._server.submit(OpenNamespace(name, scope, number, 0), created, refused)
+        self._server.submit(OpenNamespace(name, scope, number), created, refused)
 
     def _count(self, name: str, more: int) -> None:
         self._opening[name] += more
