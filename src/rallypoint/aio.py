@@ -7,7 +7,8 @@ One connection and one session a store. Any number of tasks may use it; requests
 cancelled call leaves nothing behind on the server. A cut is mended as in the blocking client: the session is resumed
 for as long as its server's welcome says, what was not answered is repeated, and `store/outage.py` says how long calls
 wait meanwhile. A server that is there and does not answer, for longer than it was asked to wait and the store's
-timeout, is `ConnectionLost`. One of several that hangs is left for another, as `store/wire.py` has it.
+timeout, is `ConnectionLost`. One of several that hangs is left for another, and a relay that does for the store itself,
+as `store/wire.py` has it.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rallypoint.errors import (
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.client import Client, Reply, error_of
 from rallypoint.protocol.native import ACCEPTED, PREFACE
-from rallypoint.store import outage
+from rallypoint.store import outage, relay_address
 from rallypoint.store.base import Change
 from rallypoint.store.dial import answers
 from rallypoint.store.outage import Outage, Patience, ServerDown
@@ -271,23 +272,24 @@ class _Session:
             self.end(error)
 
     def doubt(self) -> None:
-        """Where there are several servers, see to it from now on that one that hangs is left."""
-        if self._route.several:
+        """Where there is a relay, or several servers, see to it from now on that one that hangs is left."""
+        if self._route.doubted:
             self._doubting = asyncio.ensure_future(self._doubt())
 
     async def _doubt(self) -> None:
-        while True:
-            self._heard = False
-            await asyncio.sleep(PING_S)
+        while self._route.doubted:
+            self._heard, relayed = False, self._route.relayed
+            await asyncio.sleep(relay_address.SILENCE_S if relayed else PING_S)
             link, transport = self._link, self._transport
-            if self._heard or transport is None or self._route.relayed:
+            if self._heard or transport is None or relayed is not self._route.relayed:
                 continue
-            self.send(ops.Ping(0))
-            await asyncio.sleep(PING_S)
+            if not relayed:
+                self.send(ops.Ping(0))
+                await asyncio.sleep(PING_S)
             if self._heard or link is not self._link:
                 continue
-            loop, at = asyncio.get_running_loop(), self._route.at
-            hangs = not await loop.run_in_executor(None, answers, at, Deadline(PROBE_S))
+            loop, deadline = asyncio.get_running_loop(), Deadline(relay_address.PROBE_S if relayed else PROBE_S)
+            hangs = not await loop.run_in_executor(None, answers, self._route.here, deadline)
             if hangs and not self._heard and link is self._link:
                 self._route.leave()
                 transport.abort()

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.wire import AMPLE_S, read_line, script, until
 import rallypoint
 from rallypoint import aio, net
 from rallypoint.protocol.native import ACCEPTED, PREFACE
-from rallypoint.store import relay_address, route
+from rallypoint.store import relay_address, route, wire
 from rallypoint.store.relay_address import VARIABLE, RelayAddress
 
 
@@ -41,6 +41,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no address be taken for a silent one because this machine is busy."""
     monkeypatch.setattr(route, "RELAY_S", AMPLE_S)
     monkeypatch.setattr(route, "RESUMING_S", (AMPLE_S / 2, AMPLE_S / 2))
+    monkeypatch.setattr(relay_address, "SILENCE_S", AMPLE_S)
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -342,7 +343,113 @@ def test_a_real_relay_that_is_killed(unix: bool, tmp_path: Path) -> None:
             worker.stdin = None
 
 
+# A relay that is stopped
+
+
+@pytest.fixture
+def stopped(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
+    """A real relay in the environment, and a way to stop it, which clients soon notice; it goes on in the end."""
+    with rallypoint.Relay(server.url) as relay:
+        monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
+        until(relay.statistics, lambda facts: bool(facts["upstream_connected"]))
+
+        def stop() -> int:
+            os.kill(relay.pid, signal.SIGSTOP)
+            monkeypatch.setattr(relay_address, "SILENCE_S", 0.1)
+            monkeypatch.setattr(relay_address, "PROBE_S", 0.5)
+            return relay.pid
+
+        try:
+            yield stop
+        finally:
+            os.kill(relay.pid, signal.SIGCONT)
+
+
+@pytest.mark.parametrize("how", ["idle", "blocked", "asking"])
+def test_a_relay_that_is_stopped_is_left_with_the_session(
+    how: str, server: rallypoint.Server, stopped: Callable[[], int]
+) -> None:
+    with direct(server.port) as plain, rallypoint.connect(server.url, AMPLE_S) as store:
+        store.lease("mine", "v")
+        own = session(store)
+        waited: list[bytes] = []
+        waits = threading.Thread(target=lambda: waited.append(store.get("late")))
+        if how == "blocked":
+            waits.start()
+            await_waiting(server, 1)
+        stopped()
+        if how == "asking":
+            assert store.add("n", 1) == 1
+        until(lambda: relayed(store), lambda still: not still)
+        plain.set("late", "v")
+        if how == "blocked":
+            waits.join(AMPLE_S)
+            assert waited == [b"v"]
+        assert store.add("n", 1) == 1 + (how == "asking") and plain.get("mine") == b"v" and session(store) == own
+
+
+def test_what_a_stopped_relay_sends_on_later_is_not_done_twice(
+    server: rallypoint.Server, stopped: Callable[[], int]
+) -> None:
+    with direct(server.port) as plain, rallypoint.connect(server.url, AMPLE_S) as store:
+        relay = stopped()
+        assert [store.add("n", 1) for _ in range(3)] == [1, 2, 3]
+        os.kill(relay, signal.SIGCONT)
+        with rallypoint.connect(server.url, AMPLE_S) as later:  # by the relay, behind what it had to send on
+            assert relayed(later) and later.add("n", 1) == 4
+        assert plain.add("n", 0) == 4 and store.add("n", 1) == 5
+
+
+def test_a_relay_that_is_alone_is_not_left(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its server is away, or slow: it answers for itself."""
+    probed = threading.Semaphore(0)
+    probe = wire.answers
+
+    def answers(*where: Any) -> bool:
+        answered = probe(*where)
+        assert answered
+        probed.release()
+        return answered
+
+    monkeypatch.setattr(relay_address, "SILENCE_S", 0.0)
+    monkeypatch.setattr(relay_address, "PROBE_S", AMPLE_S)
+    monkeypatch.setattr(wire, "answers", answers)
+    with rallypoint.Relay(server.url) as relay:
+        monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
+        with rallypoint.connect(server.url, AMPLE_S) as store:
+            os.kill(server.pid, signal.SIGSTOP)
+            try:
+                for _ in range(3):
+                    assert probed.acquire(timeout=AMPLE_S)
+                assert relayed(store)
+            finally:
+                os.kill(server.pid, signal.SIGCONT)
+            assert store.add("n", 1) == 1 and relayed(store)
+
+
 # asyncio
+
+
+def test_asyncio_clients_leave_a_relay_that_is_stopped(
+    server: rallypoint.Server, stopped: Callable[[], int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(relay_address, "SILENCE_S", 0.1)
+    monkeypatch.setattr(relay_address, "PROBE_S", AMPLE_S)
+
+    async def main() -> None:
+        async with await aio.connect(server.url, AMPLE_S) as store:
+            own = store._session._core.session
+            assert store._session._route.relayed
+            await store.lease("mine", "v")
+            waits = asyncio.ensure_future(store.get("late"))
+            await asyncio.get_running_loop().run_in_executor(None, await_waiting, server, 1)
+            stopped()
+            assert await store.add("n", 1) == 1
+            await store.set("late", "v")
+            assert await waits == b"v" and await store.get("mine") == b"v"
+            assert not store._session._route.relayed and store._session._core.session == own
+
+    asyncio.run(main())
 
 
 def test_asyncio_clients_do_the_same(server: rallypoint.Server, relay: Cutter) -> None:

@@ -179,12 +179,12 @@ RELAY = RelayAddress("tcp://r:1", Endpoints([A]))
 
 def test_a_relay_is_first_until_the_session_has_moved() -> None:
     by_relay = Route(Endpoints([A, B]), RELAY)
-    assert by_relay.relayed and by_relay.at == A and not by_relay.doubted
+    assert by_relay.relayed and (by_relay.at, by_relay.here) == (A, RELAY) and by_relay.doubted
     assert [address for address, _ in Search(by_relay, Deadline(60)).round()] == [RELAY, A, B]
     by_relay.arrived(RELAY, b"id")
     assert (by_relay.relayed, by_relay.at, by_relay.identity) == (True, A, b"id")
     by_relay.arrived(B, b"id")
-    assert (by_relay.relayed, by_relay.at, by_relay.doubted) == (False, B, True)
+    assert (by_relay.relayed, by_relay.at, by_relay.here, by_relay.doubted) == (False, B, B, True)
     assert [address for address, _ in Search(by_relay, Deadline(60), resumes=True).round()] == [B, A]
     assert by_relay.copy().relayed, "another session begins at the relay"
     assert by_relay.begin() == b"id" and by_relay.relayed

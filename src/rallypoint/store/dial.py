@@ -20,7 +20,7 @@ from rallypoint.protocol import BadMessage
 from rallypoint.protocol.client import Client, Reply
 from rallypoint.protocol.native import ACCEPTED, PREFACE
 from rallypoint.store.relay_address import RelayAddress
-from rallypoint.store.route import NO_GATEWAY, Route, Search, Unwelcome
+from rallypoint.store.route import NO_GATEWAY, Address, Route, Search, Unwelcome
 
 __all__ = ["Contact", "Dialer", "NotOurs", "answers", "dial"]
 
@@ -168,14 +168,23 @@ def dial(route: Route, core: Client, lock: Lock, deadline: Deadline) -> Contact:
     return contact
 
 
-def answers(endpoint: net.Endpoint, deadline: Deadline) -> bool:
-    """Say whether a server still answers, or hangs up, in time: on a connection of its own, which waits for nothing."""
+def answers(address: Address, deadline: Deadline) -> bool:
+    """Say whether a server still answers, or hangs up, in time: on a connection of its own, which waits for nothing.
+
+    A relay answers by itself, also while its server is away.
+    """
     try:
-        with net.connect(*endpoint, deadline, once=True) as sock:
+        with _connect(address, deadline) as sock:
             sock.sendall(PREFACE)
             return bool(_some(sock, 1, deadline))
     except OSError as error:
         return not isinstance(error, (ConnectFailed, TimeoutError))
+
+
+def _connect(address: Address, deadline: Deadline) -> socket.socket:
+    if isinstance(address, RelayAddress):
+        return address.connect(deadline)
+    return net.connect(*address, deadline, once=True)
 
 
 def _some(sock: socket.socket, most: int, deadline: Deadline) -> bytes:

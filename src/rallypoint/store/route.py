@@ -16,8 +16,9 @@ clients of a server that died have all been cut at the same moment, and must not
 Where the environment names a relay of the store (`relay_address.py`), sessions begin there. A relay that is not there,
 is silent, or is not this store's, is passed over for the addresses of the store. One that is there and has no
 connection to its server is tried again before those, for a while: when the server is back, so is the relay within a
-second, and if all its clients went to the server instead, there would be no use in a relay. A session that has moved
-from the relay to the store stays there; new ones begin at the relay again.
+second, and if all its clients went to the server instead, there would be no use in a relay. One that stops answering
+is left like a server that hangs. A session that has moved from the relay to the store stays there; new ones begin at
+the relay again.
 
 A server may also resume the session and hang up again and again. Then the pause before each attempt grows (`Cuts`): one
 that recovers may be in a crash loop, and calls wait for as long as they would for its absence; any other is given up.
@@ -107,9 +108,14 @@ class Route:
         return len(self.endpoints) > 1
 
     @property
+    def here(self) -> Address:
+        """Where we are, or begin."""
+        return self.relay if self.relayed and self.relay is not None else self.at
+
+    @property
     def doubted(self) -> bool:
-        """Whether a server that hangs is to be left for another; a relay is watched by whoever started it."""
-        return self.several and not self.relayed
+        """Whether there is somewhere else to go, if the server or the relay where we are hangs."""
+        return self.several or self.relayed
 
     def begin(self) -> bytes:
         """Begin at the relay, if there is one, for a new session; return the identity that the server must have."""

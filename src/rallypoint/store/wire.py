@@ -13,7 +13,8 @@ when another server answers.
 
 Where there are several addresses, a server that hangs is as good as lost, and no kernel tells of it. So the keeper
 pings it every second. An answer may be late for good reasons, such as the requests before it; then a connection of its
-own is tried, and only if that is met with silence, too, the session goes on elsewhere.
+own is tried, and only if that is met with silence, too, the session goes on elsewhere. A relay is not pinged, for its
+server would have to answer: where no request was answered for a while, a connection is tried at once.
 
 Who reads is noted in `_reader` by a token of its own, so that a call that is interrupted anywhere can see whether it
 was the reader, and stop being it: a lock could be left held by a signal right after it was taken. Whoever reads may
@@ -53,7 +54,7 @@ from rallypoint.errors import (
 )
 from rallypoint.protocol import BadMessage, native
 from rallypoint.protocol.client import Client, Reply, error_of
-from rallypoint.store import keeper, lost_sessions, reconnect
+from rallypoint.store import keeper, lost_sessions, reconnect, relay_address
 from rallypoint.store.dial import Contact, Dialer, NotOurs, answers, dial
 from rallypoint.store.ear import Ear, poll
 from rallypoint.store.outage import Outage, Patience, ServerDown
@@ -129,6 +130,7 @@ class Wire:
         self._core = Client(net.caller_name(), self._route.begin(), lost_sessions.of(self._peer))
         self._cuts = Cuts(self._route)
         self._ping, self._pinged_at = 0, time.monotonic()
+        self._next_seen = 0  # the number that the next request had when the relay was last looked at
         self._connect(dial(self._route, self._core, self._lock, Deadline(self._timeout_s)))
         self._forks = _forks
         self.server = self._core.server
@@ -376,10 +378,18 @@ class Wire:
             reconnect.start(self, ear, None)
 
     def doubts(self) -> socket.socket | None:
-        """Ping, where there are several addresses and it is time; return the socket where that is in vain."""
+        """Ping, where there are several addresses and it is time; return the socket where that is in vain.
+
+        At a relay, return it where no request that was made since the last look has been answered.
+        """
         now, sock, lately_at = time.monotonic(), self._ear.socket, self._pinged_at
-        if not self._route.doubted or now < lately_at + PING_S or self._outage is not None:
+        pause_s = relay_address.SILENCE_S if self._route.relayed else PING_S
+        if not self._route.doubted or now < lately_at + pause_s or self._outage is not None:
             return None
+        if self._route.relayed:
+            self._pinged_at = now
+            seen, self._next_seen = self._next_seen, self._core.number
+            return None if seen < self._next_seen and self._core.answered(seen) else sock
         in_vain = True
         if self._core.answered(self._ping):
             if self._sender.acquire(blocking=False):
@@ -408,8 +418,9 @@ class Wire:
         return True
 
     def probe(self, sock: socket.socket) -> None:
-        """Find out whether the server of this socket hangs, and cut it if so: the session then goes on elsewhere."""
-        hangs = not answers(self._route.at, Deadline(PROBE_S))
+        """Find out whether the peer of this socket hangs, and cut it if so: the session then goes on elsewhere."""
+        within_s = relay_address.PROBE_S if self._route.relayed else PROBE_S
+        hangs = not answers(self._route.here, Deadline(within_s))
         if hangs and self._ear.socket is sock and sock.fileno() >= 0 and not poll(sock, select.POLLIN, 0.0):
             self._route.leave()
             with contextlib.suppress(OSError):
