@@ -198,17 +198,14 @@ def _fits(kind: str, size: int) -> None:
 class Decoder:
     """Reads the requests of one client; `limit` bounds one request in bytes."""
 
-    __slots__ = ("_limit", "_partial", "greeted")
+    __slots__ = ("_limit", "_partial", "greeted", "held")
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
         self._partial: Partial | None = None
         self.greeted = False
-
-    @property
-    def held(self) -> int:
+        self.held = 0
         """How many bytes of an unfinished message are held."""
-        return self._partial.held if self._partial is not None else 0
 
     def read(self, data: bytes, at: int) -> tuple[ops.Op | None, int]:
         """Read one operation from `at` on; return it and where it ends, or None where all was taken and more must come.
@@ -253,6 +250,7 @@ class Decoder:
                 if (self._partial.op == Opcode.VALIDATE) == self.greeted:
                     raise BadMessage("a second greeting" if self.greeted else "no greeting")
             at, whole = self._partial.feed(data, at)
+            self.held = 0 if whole else self._partial.held
             if whole:
                 opcode, fields, self._partial = self._partial.op, self._partial.fields, None
                 if opcode != Opcode.VALIDATE:

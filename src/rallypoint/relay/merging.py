@@ -25,7 +25,7 @@ from collections.abc import Hashable
 from typing import Any
 
 from rallypoint.core import ops
-from rallypoint.relay.requests import Asker, Call, Request, Stage
+from rallypoint.relay.requests import ENDED, GATHERING, QUEUED, SENT, Asker, Call, Request
 
 __all__ = ["WAITS", "Merger"]
 
@@ -47,24 +47,15 @@ _GIVEN_UP = WAITS | {ops.Draw}
 _INT64 = 1 << 63
 
 
-class _Lane:
-    """Equal requests: the one that is queued or under way, and those that gather behind it."""
-
-    __slots__ = ("current", "gathering", "key")
-
-    def __init__(self, key: Hashable, current: Request) -> None:
-        self.key = key
-        self.current = current
-        self.gathering: Request | None = None
-
-
 class Merger:
     """The queue of requests of one session."""
 
     def __init__(self) -> None:
-        self._queue: deque[Request] = deque()
+        self.queue: deque[Request] = deque()
+        """What is to be sent; `take` gives it out."""
+
         self._position = 0
-        self._lanes: dict[Hashable, _Lane] = {}
+        self._lanes: dict[Hashable, Request] = {}  # by key, that which is queued or under way
         self._queues: dict[bytes, None] = {}  # keys that are known to be queues
         self.released: list[Asker] = []
         """Clients whose call was queued after it had gathered: the host calls `go_on` of each."""
@@ -73,49 +64,47 @@ class Merger:
         """How many calls there were, and how many requests came of them."""
 
     def __bool__(self) -> bool:
-        return bool(self._queue)
+        return bool(self.queue)
 
     # What clients call
 
-    def ask(self, call: Call) -> None:
-        """Queue a call, or let it join or gather."""
+    def ask(self, call: Call) -> bool:
+        """Queue a call, or let it join or gather; return whether it gathers."""
         self.asked += 1
         key = self._merge_key(call.op)
-        if key is None:
-            self._append(Request(call.op, call))
-            return
-        lane = self._lanes.get(key)
-        if lane is None:
-            self._begin(key, Request(call.op, call))
-        elif lane.current.stage is Stage.SENT:
-            if lane.gathering is None:
-                lane.gathering = Request(call.op, call)
-                lane.gathering.lane, lane.gathering.stage = lane, Stage.GATHERING
+        current = self._lanes.get(key)
+        if current is None:
+            request = self._queue_up(call, key)
+            if key is not None:
+                self._lanes[key] = request
+        elif current.stage is SENT:
+            if current.behind is None:
+                current.behind = call.request = Request(call.op, [call], key, 0, GATHERING)
             else:
-                lane.gathering.add(call)
-        elif call.asker.position <= lane.current.position:
-            lane.current.add(call)
-            call.asker.position = lane.current.position
+                current.behind.add(call)
+            return True
+        elif call.asker.position <= current.position:
+            current.add(call)
+            call.asker.position = current.position
         else:  # its client has asked something since, which must come before
-            self._append(Request(call.op, call))
+            self._queue_up(call)
+        return False
 
     def draw(self, call: Call, turn: Request | None) -> None:
         """Queue a `Draw`, by right of the turn that a wait was answered with or may be."""
         self.asked += 1
-        request = Request(call.op, call)
-        request.turn = turn
-        self._append(request)
+        self._queue_up(call).turn = turn
 
     def ping(self, call: Call) -> None:
         """Queue a `Ping`, whose own number is the client's."""
         self.asked += 1
-        self._append(Request(ops.Ping(0), call))
+        self._queue_up(call).op = ops.Ping(0)
 
     def hurry(self, call: Call) -> None:
         """Queue a wait that gathers, for its client asks something else meanwhile, which may be what it waits for."""
         if call.gathers:
             self._remove(call)
-            self._append(Request(call.op, call))
+            self._queue_up(call)
 
     def leave(self, call: Call) -> None:
         """Forget a call; what is under way for it alone is given up."""
@@ -133,23 +122,22 @@ class Merger:
         if request.dropped or not request.number:
             return
         request.dropped = True
-        drop = Request(ops.Drop(0, 0))
-        drop.target = request
-        self._append(drop)
+        self._append(Request(ops.Drop(0, 0), [], target=request))
         self._free(request)
 
     # What the session calls
 
     def take(self, number: int) -> Request | None:
         """Return the next request to send, which is under way then, by that number; None where there is none."""
-        while self._queue:
-            request = self._queue.popleft()
-            if request.stage is not Stage.QUEUED:
+        while self.queue:
+            request = self.queue.popleft()
+            if request.stage is not QUEUED:
                 continue
-            request.stage, request.number = Stage.SENT, number
+            request.stage, request.number = SENT, number
             op = request.op
-            if isinstance(op, ops.Add) and len(request.calls) > 1:
-                request.op = ops.Add(0, op.key, _wrap(sum(call.op.amount for call in request.calls)))
+            if len(request.calls) > 1:
+                if op.__class__ is ops.Add:
+                    request.op = ops.Add(0, op.key, _wrap(sum(call.op.amount for call in request.calls)))
             elif request.target is not None:
                 op.target = request.target.number
             elif request.turn is not None:
@@ -160,18 +148,18 @@ class Merger:
 
     def answer(self, request: Request, answer: Any) -> list[Call]:
         """Take an answer, a result or an error; return the calls that are done by it."""
-        request.stage = Stage.ENDED
-        calls, op = request.calls, request.op
-        request.calls = []  # no cycles for the garbage collector to find
-        if isinstance(op, ops.Await):
-            if answer is True:
-                calls = self._split(op.key, calls)
-            else:
-                self._queues.pop(op.key, None)
-        self._free(request)
+        request.stage = ENDED
+        calls, request.calls = request.calls, []  # no cycles for the garbage collector to find
+        kind = request.op.__class__
+        if kind is ops.Await:
+            calls = self._awaited(request.op.key, calls, answer)
+        if request.behind is not None:
+            self._free(request)
+        elif self._lanes.get(request.key) is request:
+            del self._lanes[request.key]
         for call in calls:
             call.done, call.answer = True, answer
-        if isinstance(op, ops.Add) and len(calls) > 1 and not isinstance(answer, Exception):
+        if kind is ops.Add and len(calls) > 1 and not isinstance(answer, Exception):
             behind = 0
             for call in reversed(calls):
                 call.answer = _wrap(answer - behind)
@@ -191,17 +179,20 @@ class Merger:
             return (kind, *op.keys) if len(op.keys) <= MERGED_KEYS else None
         return (kind, op.prefix) if kind in _OF_PREFIX else None
 
+    def _queue_up(self, call: Call, key: Hashable = None) -> Request:
+        """Queue a request for one call, and return it."""
+        self._position = call.asker.position = position = self._position + 1
+        call.request = request = Request(call.op, [call], key, position)
+        self.queue.append(request)
+        return request
+
     def _append(self, request: Request) -> None:
         self._position += 1
         request.position = self._position
-        request.stage = Stage.QUEUED
+        request.stage = QUEUED
         for call in request.calls:
             call.asker.position = self._position
-        self._queue.append(request)
-
-    def _begin(self, key: Hashable, request: Request) -> None:
-        request.lane = self._lanes[key] = _Lane(key, request)
-        self._append(request)
+        self.queue.append(request)
 
     def _remove(self, call: Call) -> None:
         """Take a call off its request, and a request that is not sent and has no more calls off the queue."""
@@ -215,37 +206,41 @@ class Merger:
             if request.op is call.op:  # which another request may be made of
                 request.op = request.calls[0].op
             return
-        gathered = request.stage is Stage.GATHERING
-        request.stage = Stage.ENDED
-        if gathered and request.lane is not None:
-            request.lane.gathering = None
-        elif request.lane is not None:
+        gathered = request.stage is GATHERING
+        request.stage = ENDED
+        if gathered:
+            self._lanes[request.key].behind = None
+        else:
             self._free(request)
 
     def _free(self, request: Request) -> None:
         """After a request has ended: queue what gathered behind it."""
-        lane, request.lane = request.lane, None
-        if lane is None or lane.current is not request:
+        key = request.key
+        if key is None or self._lanes.get(key) is not request:
             return
-        del self._lanes[lane.key]
-        gathered = lane.gathering
+        del self._lanes[key]
+        gathered, request.behind = request.behind, None
         if gathered is None:
             return
         self.released += [call.asker for call in gathered.calls]
         op = gathered.op
-        if isinstance(op, ops.Await) and op.key in self._queues:
+        if op.__class__ is ops.Await and op.key in self._queues:
             for call in gathered.calls:
-                self._append(Request(call.op, call))
+                self._queue_up(call)
         else:
-            self._begin(lane.key, gathered)
+            self._lanes[key] = gathered
+            self._append(gathered)
 
-    def _split(self, key: bytes, calls: list[Call]) -> list[Call]:
+    def _awaited(self, key: bytes, calls: list[Call], answer: Any) -> list[Call]:
         """Give a turn to the first of those who waited, and let each of the others ask for itself."""
+        if answer is not True:
+            self._queues.pop(key, None)
+            return calls
         self._queues[key] = None
         if len(self._queues) > KNOWN_QUEUES:
             del self._queues[next(iter(self._queues))]
         for call in calls[1:]:
-            self._append(Request(call.op, call))
+            self._queue_up(call)
         return calls[:1]
 
 

@@ -1,14 +1,18 @@
 """What clients of a relay ask, and what the server is asked for them: the records of `relay/merging.py`.
 
-A `Call` is one client's, a `Request` the relay's own, for one call or for many. Both are compared by identity.
+A `Call` is one client's, a `Request` the relay's own, for one call or for many. Both are compared by identity. They are
+structs of msgspec because each small request makes one of either, and a struct is made in half the time of an object.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from enum import Enum, auto
 from typing import Any, Protocol
 
-__all__ = ["Asker", "Call", "Request", "Stage"]
+from msgspec import Struct
+
+__all__ = ["ENDED", "GATHERING", "QUEUED", "SENT", "Asker", "Call", "Request", "Stage"]
 
 
 class Asker(Protocol):
@@ -21,33 +25,6 @@ class Asker(Protocol):
         """Ask what was held back behind a call that gathered."""
 
 
-class Call:
-    """One thing that one client asked."""
-
-    __slots__ = ("answer", "asker", "done", "op", "request", "size", "taken_back")
-
-    def __init__(self, asker: Asker, op: Any, size: int) -> None:
-        self.asker = asker
-        self.op = op
-        self.size = size
-        """The bytes of its message."""
-
-        self.request: Request | None = None
-        """What the server is asked for it; None before, and where nobody is asked."""
-
-        self.done = False
-        self.taken_back = False
-        """Whether it is done because its client took it back: there is no reply."""
-
-        self.answer: Any = None
-        """What the server said, once it is done: a result, or an error."""
-
-    @property
-    def gathers(self) -> bool:
-        """Whether it waits for an equal request to be answered before it is queued."""
-        return self.request is not None and self.request.stage is Stage.GATHERING
-
-
 class Stage(Enum):
     """How far a request has come."""
 
@@ -57,34 +34,61 @@ class Stage(Enum):
     ENDED = auto()
 
 
-class Request:
+GATHERING, QUEUED, SENT, ENDED = Stage  # an attribute of an enumeration takes long to look up
+
+
+class Call(Struct, eq=False):
+    """One thing that one client asked."""
+
+    asker: Any
+    """The client, an `Asker`."""
+
+    op: Any
+    size: int
+    """The bytes of its message."""
+
+    request: Request | None = None
+    """What the server is asked for it; None before, and where nobody is asked."""
+
+    done: bool = False
+    taken_back: bool = False
+    """Whether it is done because its client took it back: there is no reply."""
+
+    answer: Any = None
+    """What the server said, once it is done: a result, or an error."""
+
+    @property
+    def gathers(self) -> bool:
+        """Whether it waits for an equal request to be answered before it is queued."""
+        return self.request is not None and self.request.stage is GATHERING
+
+
+class Request(Struct, eq=False):
     """One request to the server: `target` is what a `Drop` gives up, `turn` the wait that a `Draw` goes by."""
 
-    __slots__ = ("calls", "dropped", "lane", "number", "op", "position", "stage", "target", "turn")
+    op: Any
+    calls: list[Call]
+    key: Hashable = None
+    """What equal requests have in common; None where it is not merged with others."""
 
-    def __init__(self, op: Any, *calls: Call) -> None:
-        self.op = op
-        self.calls = list(calls)
-        self.lane: Any = None
-        """What equal requests it may be merged with; the merger's own."""
+    position: int = 0
+    stage: Stage = QUEUED
+    behind: Request | None = None
+    """What gathers until this one is answered."""
 
-        self.stage = Stage.QUEUED
-        self.position = 0
-        self.number = 0
-        """Its number in the session, once it is sent."""
+    number: int = 0
+    """Its number in the session, once it is sent."""
 
-        self.dropped = False
-        """Whether it was given up, and a `Drop` queued for it."""
+    dropped: bool = False
+    """Whether it was given up, and a `Drop` queued for it."""
 
-        self.target: Request | None = None
-        self.turn: Request | None = None
-        for call in calls:
-            call.request = self
+    target: Request | None = None
+    turn: Request | None = None
 
     @property
     def sent(self) -> bool:
         """Whether the server may have it, and owes an answer."""
-        return self.stage is Stage.SENT
+        return self.stage is SENT
 
     def add(self, call: Call) -> None:
         """Ask this for another client, too."""

@@ -12,8 +12,6 @@ Rejected: to let each client have its share of them. The server answers in order
 
 from __future__ import annotations
 
-from typing import Any, cast
-
 from rallypoint.core import ops
 from rallypoint.core.records import Drawn, Status
 from rallypoint.protocol import BadMessage
@@ -49,21 +47,24 @@ class SharedSession:
     @property
     def idle(self) -> bool:
         """Whether there is nothing to send, and nobody to let go on."""
-        return not (self.merger or self.merger.released or self.core.owes)
+        merger = self.merger
+        return not (merger.queue or merger.released or self.core.owes)
 
     def send(self, room: int) -> bytes:
         """Return the requests to send next, about as many bytes of them as there is room for, and confirmations."""
-        self.release()
+        merger, core = self.merger, self.core
+        if merger.released:
+            self.release()
         parts: list[bytes] = []
-        core = self.core
-        while room > 0 and self._owed < MAX_UNDER_WAY:
-            request = self.merger.take(core.number)
+        while merger.queue and room > 0 and self._owed < MAX_UNDER_WAY:
+            request = merger.take(core.number)
             if request is None:
                 break
             if request.target is not None:
                 self._forget(request.target)
             self._under_way[request.number] = request
-            self._owed += request.op.__class__ not in WAITS
+            if request.op.__class__ not in WAITS:
+                self._owed += 1
             parts.append(core.ask(request.op))
             room -= len(parts[-1])
         if core.owes:
@@ -80,26 +81,25 @@ class SharedSession:
 
     def take(self, reply: Reply) -> list[TorchClient]:
         """Take an answer; return the clients who may have a reply by it. Raises BadMessage."""
-        request = self._under_way.get(reply.number)
+        number, answer = reply.number, reply.result
+        request = self._under_way.get(number)
         if request is None:  # it came before, or was given up
             return []
-        answer: Any = reply.result
         kind = request.op.__class__
-        draws = kind is ops.Draw
         if reply.status != Status.OK:
             answer = error_of(reply, self._peer)
-        elif draws:
+        elif kind is ops.Draw:
             answer = _drawn(reply)
         self._end(request)
-        if kind is ops.Wait and reply.number < self.repeated_to:
-            self.merger.drop(request)  # the answer and the repetition may have crossed: then it waits again
-        if draws:
+        if kind is ops.Draw:
             self._undelivered[request] = reply
         else:
-            self.core.settle(reply)
+            self.core.forget(number)  # as good as settled, for it is no item of a queue
+        if kind is ops.Wait and number < self.repeated_to:
+            self.merger.drop(request)  # the answer and the repetition may have crossed: then it waits again
         clients = []
         for call in self.merger.answer(request, answer):
-            client = cast(TorchClient, call.asker)
+            client: TorchClient = call.asker
             client.answered(call)
             clients.append(client)
         return clients
@@ -119,7 +119,8 @@ class SharedSession:
 
     def _end(self, request: Request) -> None:
         del self._under_way[request.number]
-        self._owed -= request.op.__class__ not in WAITS
+        if request.op.__class__ not in WAITS:
+            self._owed -= 1
 
 
 def _drawn(reply: Reply) -> Drawn:

@@ -38,13 +38,17 @@ MAX_LARGE = 4
 _LARGE = frozenset((ops.Peek, ops.MultiPeek, ops.List, ops.CompareSet, ops.Draw))
 _REPLACES = WAITS | {ops.Drop}
 _HOLDS = _REPLACES | {ops.Draw}
+_PLAIN = frozenset(
+    (ops.Add, ops.Set, ops.Check, ops.Append, ops.MultiSet, ops.Delete, ops.Push, ops.QueueLen, ops.Count)
+)
+"""Operations that are simply asked, where the client has asked nothing else, and has neither a turn nor a value."""
 
 
 class TorchClient:
     """What one client has asked and not been answered yet."""
 
     __slots__ = (
-        "_calls", "_gathering", "_gone", "_held", "_large", "_merger", "_turn", "_value", "_wait", "bytes", "link",
+        "_gathering", "_gone", "_held", "_large", "_merger", "_turn", "_value", "_wait", "bytes", "calls", "link",
         "paused", "position",
     )  # fmt: skip
 
@@ -54,15 +58,17 @@ class TorchClient:
 
         self.position = 0
         self.bytes = 0
-        """The bytes of its calls that were not answered."""
+        """The bytes of its calls that were not answered, and of the value that is held for a `GET`."""
+
+        self.calls: deque[Call] = deque()
+        """What was not answered, in the order in which it came."""
 
         self.paused = False
         """Whether it does not take its replies; the host says so."""
 
         self._merger = merger
-        self._calls: deque[Call] = deque()  # in the order in which they came
-        self._held: deque[Call] = deque()  # of these, what was not asked yet
-        self._gathering: Call | None = None  # the last one that may gather, waits apart
+        self._held: deque[Call] = deque()  # of the calls, what was not asked yet
+        self._gathering: Call | None = None  # the last one that did gather, waits apart
         self._wait: Call | None = None
         self._turn: Request | None = None
         self._value: tuple[bytes, bytes] | None = None  # a key, and the value that came with the end of its wait
@@ -77,22 +83,17 @@ class TorchClient:
     @property
     def full(self) -> bool:
         """Whether it has asked as much as it may."""
-        return len(self._calls) >= MAX_CALLS or self.owed_bytes >= MAX_CALL_BYTES
+        return len(self.calls) >= MAX_CALLS or self.owed_bytes >= MAX_CALL_BYTES
 
     @property
     def eased(self) -> bool:
         """Whether it may ask again after it was full."""
-        return len(self._calls) <= MAX_CALLS // 2 and self.owed_bytes <= MAX_CALL_BYTES // 2
+        return len(self.calls) <= MAX_CALLS // 2 and self.owed_bytes <= MAX_CALL_BYTES // 2
 
     @property
     def held_back(self) -> bool:
         """Whether calls wait until its replies have been sent."""
         return bool(self._held) and not self._must_hold(self._held[0], paused=False)
-
-    @property
-    def value_bytes(self) -> int:
-        """How long the value is that is held for a `GET`."""
-        return len(self._value[1]) if self._value is not None else 0
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
@@ -103,8 +104,14 @@ class TorchClient:
     def ask(self, op: ops.Op, size: int) -> None:
         """Take a call."""
         call = Call(self, op, size)
-        self._calls.append(call)
+        calls = self.calls
         self.bytes += size
+        if not calls and self._turn is None and self._value is None and op.__class__ in _PLAIN:
+            calls.append(call)  # what the rest comes to, in short, for nearly all calls but those of `get`
+            if self._merger.ask(call):
+                self._gathering = call
+            return
+        calls.append(call)
         if self._held or self._must_hold(call, self.paused):
             self._held.append(call)
         else:
@@ -117,26 +124,32 @@ class TorchClient:
 
     def answered(self, call: Call) -> None:
         """Note that a call is done."""
-        if call.op.__class__ in _LARGE and call.request is not None:
-            self._large -= 1
         if call is not self._wait:
             return
         self._wait = None
-        if call.answer is True and isinstance(call.op, ops.Await):
-            self._turn = call.request
-        elif isinstance(call.answer, bytes):
+        if call.answer.__class__ is bytes:
             self._value = (call.op.key, call.answer)
+            self.bytes += len(call.answer)
+        elif call.answer is True and call.op.__class__ is ops.Await:
+            self._turn = call.request
 
     def next_reply(self) -> Call | None:
         """Return the call whose reply is next, which is no longer the client's; None where that is not known yet."""
-        calls = self._calls
+        calls = self.calls
         while calls:
-            at = int(calls[0] is self._wait)
-            if len(calls) == at or not calls[at].done:
+            call = calls[0]
+            if call is self._wait:
+                if len(calls) == 1 or not calls[1].done:
+                    return None
+                call = calls[1]
+                del calls[1]
+            elif call.done:
+                calls.popleft()
+            else:
                 return None
-            call = calls[at]
-            del calls[at]
             self.bytes -= call.size
+            if self._large and call.op.__class__ in _LARGE and call.request is not None:
+                self._large -= 1
             if not call.taken_back:
                 return call
         return None
@@ -146,26 +159,29 @@ class TorchClient:
         self._gone = True
         self._end_turn()
         self._value = None
+        self._large = 0
         self._held = deque(call for call in self._held if _writes(call.op))
         held = set(map(id, self._held))
-        for call in self._calls:
+        for call in self.calls:
             if id(call) not in held and call.request is not None and not _writes(call.op):
                 self._give_up(call)
-        self._calls.clear()
+        self.calls.clear()
         self.bytes = 0
         self.go_on()
 
     # Inside
 
     def _must_hold(self, call: Call, paused: bool) -> bool:
-        if self._gathering is not None and self._gathering.gathers:
-            return True
-        return call.op.__class__ in _LARGE and not self._gone and (paused or self._large >= MAX_LARGE)
+        if self._gathering is not None:
+            if self._gathering.gathers:
+                return True
+            self._gathering = None
+        return (paused or self._large >= MAX_LARGE) and call.op.__class__ in _LARGE and not self._gone
 
     def _issue(self, call: Call) -> None:
         """Carry out a call here, or ask for it."""
         op, kind = call.op, call.op.__class__
-        value, self._value = self._value, None
+        value = self._take_value()
         if self._turn is not None and kind is not ops.Draw:
             self._end_turn()
         if self._wait is not None and kind in _REPLACES:
@@ -194,9 +210,16 @@ class TorchClient:
         elif kind is ops.Ping:
             self._merger.ping(call)
         else:
-            self._merger.ask(call)
-            if kind not in WAITS:
+            gathers = self._merger.ask(call)
+            if gathers and kind not in WAITS:
                 self._gathering = call
+
+    def _take_value(self) -> tuple[bytes, bytes] | None:
+        """Return the value that came with the end of a wait, which is held for one call only."""
+        value, self._value = self._value, None
+        if value is not None:
+            self.bytes -= len(value[1])
+        return value
 
     def _coming_turn(self) -> Request | None:
         """Return the request whose answer may be a turn of this client."""

@@ -17,12 +17,16 @@ from rallypoint.protocol import BadMessage
 from rallypoint.protocol.c10d import ENCODE_ANSWER, Decoder, encode_items, encode_list_head
 from rallypoint.relay.requests import Call
 from rallypoint.relay.torch_session import TorchSession
+from rallypoint.server.connection import COUNTED_BYTES
 from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices
 
 if TYPE_CHECKING:
     from rallypoint.server.connection import Connection
 
 __all__ = ["TorchRelayConnection"]
+
+_SHORT = frozenset((int, bool, bytes, type(None)))
+"""What nearly all answers are: neither an error, nor a list, nor an item of a queue."""
 
 
 class TorchRelayConnection:
@@ -59,7 +63,7 @@ class TorchRelayConnection:
     @property
     def held(self) -> int:
         """How many bytes of requests are held that were not answered yet."""
-        return len(self._rest) + self._decoder.held + self._client.bytes + self._client.value_bytes
+        return len(self._rest) + self._decoder.held + self._client.bytes
 
     @property
     def blocked(self) -> bool:
@@ -73,21 +77,24 @@ class TorchRelayConnection:
 
     def receive(self, data: bytes) -> bytes:
         """Take what came, and return the answers that are known. Raises BadMessage, and is invalid after that."""
-        if self._rest:
-            data, self._rest = self._rest + data, b""
-        client, at = self._client, 0
+        client, session, at = self._client, self._session, 0
+        calls = client.calls
         client.paused = self._connection.paused
-        client.go_on()
-        while at < len(data) and not self._choked():
-            op, stop = self._decoder.read(data, at)
+        if calls or self._rest:
+            data, self._rest = self._rest + data, b""
+            client.go_on()
+        elif data and not session.crowded:  # as nearly always: it has asked nothing else
+            op, at = self._decoder.read(data, 0)
             if op is not None:
-                client.ask(op, stop - at)
-            at = stop
-        self._rest = data[at:]
-        replies = self._take_replies()
-        self._session.flush_soon()
-        self._count()
-        return replies[0] if len(replies) == 1 else b"".join(replies)
+                client.ask(op, at)
+        if at < len(data):
+            self._read(data, at)
+        replies = self._take_replies() if calls and (calls[0].done or len(calls) > 1) else b""
+        if not session.flushing:
+            session.flush_soon()
+        if client.bytes > COUNTED_BYTES or self._counted:
+            self._count()
+        return replies
 
     def end(self) -> None:
         """Note that the connection is gone."""
@@ -108,8 +115,9 @@ class TorchRelayConnection:
             connection.drop(str(error))
             return
         if replies:
-            connection.send(replies[0] if len(replies) == 1 else b"".join(replies))
-        self._count()
+            connection.send(replies)
+        if self._counted:
+            self._count()
         if self._stalled and self._client.eased and not self._session.crowded:
             self.read_on()
 
@@ -136,19 +144,36 @@ class TorchRelayConnection:
         self._connection.stall()
         return True
 
-    def _take_replies(self) -> list[bytes]:
+    def _read(self, data: bytes, at: int) -> None:
+        """Take requests from `at` on, as many as the client may ask now; keep the rest."""
+        client, read = self._client, self._decoder.read
+        while at < len(data) and not self._choked():
+            op, stop = read(data, at)
+            if op is not None:
+                client.ask(op, stop - at)
+            at = stop
+        self._rest = data[at:]
+
+    def _take_replies(self) -> bytes:
         """Return the replies that are next; an item that is among them is the client's now."""
-        replies: list[bytes] = []
         client = self._client
+        call = None if self._listing else client.next_reply()
+        if call is None:
+            return b""
+        reply = self._encode(call)
+        if not client.calls:
+            return reply
+        replies = [reply]
+        client.go_on()
         while not self._listing and (call := client.next_reply()) is not None:
-            reply = self._encode(call)
-            if reply:
-                replies.append(reply)
+            replies.append(self._encode(call))
             client.go_on()
-        return replies
+        return b"".join(replies)
 
     def _encode(self, call: Call) -> bytes:
         op, answer = call.op, call.answer
+        if answer.__class__ in _SHORT:
+            return ENCODE_ANSWER[op.__class__](op, answer, self._limit)
         if isinstance(answer, RallypointError):
             raise BadMessage(str(answer))
         if answer.__class__ is list and len(answer) > SLICE_ITEMS:

@@ -17,6 +17,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 from rallypoint import net
@@ -73,7 +74,10 @@ class TorchSession:
         round: int | None = None,  # noqa: A002 - as the hello has it
     ) -> None:
         self.held = 0
-        """The bytes of all unanswered calls, waits apart."""
+        """The bytes of all unanswered calls, waits apart, and a few bytes of clients that ask little."""
+
+        self.crowded = False
+        """Whether the calls of all clients together take too much."""
 
         self._upstream = upstream
         self._namespace = Round(run, scope, round)
@@ -84,7 +88,9 @@ class TorchSession:
         self._channel: Channel | None = None
         self._carrier: _Carrier | None = None
         self._closed = ""  # why, once it is
-        self._scheduled = False
+        self.flushing = False
+        """Whether what is asked now will be sent at the end of this turn of the event loop."""
+
         self._closed_in_a_row = 0
         self._before = (0, 0)  # calls and requests of sessions that were lost
         self._begin()
@@ -110,11 +116,6 @@ class TorchSession:
     def clients(self) -> int:
         """How many clients there are."""
         return len(self._clients)
-
-    @property
-    def crowded(self) -> bool:
-        """Whether the calls of all clients together take too much."""
-        return self.held > SESSION_BYTES
 
     def close(self, why: str) -> None:
         """Disconnect all clients, end the session and connect no more."""
@@ -157,12 +158,14 @@ class TorchSession:
 
     def flush_soon(self) -> None:
         """Send what was asked, if anything, at the end of this turn of the event loop."""
-        if not self._scheduled and not self._shared.idle:
-            self._scheduled = True
-            if self._channel is not None and not self._channel.ended:
-                self._channel.before_flush(self._flush)
-            else:
-                asyncio.get_running_loop().call_soon(self._flush)
+        if self.flushing or self._shared.idle:
+            return
+        self.flushing = True
+        channel = self._channel
+        if channel is not None and not channel.ended:
+            channel.before_flush(self._flush)
+        else:
+            asyncio.get_running_loop().call_soon(self._flush)
 
     def delivered(self, request: Request | None) -> None:
         """Note that an item was handed to its client's connection, and is the client's now."""
@@ -171,6 +174,7 @@ class TorchSession:
     def count(self, more: int) -> None:
         """Count the bytes of calls that came, or were answered."""
         self.held += more
+        self.crowded = self.held > SESSION_BYTES
         if self._stalled and self.held <= SESSION_BYTES // 2:
             stalled, self._stalled = self._stalled, {}
             for link in stalled:
@@ -203,7 +207,7 @@ class TorchSession:
                     if shared is not self._shared:
                         return
                 else:
-                    if reply.number >= shared.repeated_to:
+                    if self._closed_in_a_row and reply.number >= shared.repeated_to:
                         self._closed_in_a_row = 0
                     for client in shared.take(reply):
                         touched[client] = None
@@ -213,12 +217,12 @@ class TorchSession:
             client.link.deliver()
         if channel is not None and channel is self._channel:
             channel.consumed(len(data))
-            if not self._shared.idle:
+            if not shared.idle:
                 self._flush()
 
     def closed(self, why: str) -> None:
         """Note that the channel is gone; the session is not."""
-        self._channel = self._carrier = None
+        self._detach()
         self._greeting = False
         if self._welcomed or self._clients:
             self._absence.begin(self._away_s, why)
@@ -229,6 +233,12 @@ class TorchSession:
             else:
                 pause_s = backoff_s(self._closed_in_a_row)
                 self._retry = asyncio.get_running_loop().call_later(pause_s, self._connect)
+
+    def _detach(self) -> None:
+        """Have no channel for now."""
+        if self._carrier is not None:
+            self._carrier.detach()
+        self._channel = self._carrier = None
 
     def _hang_up(self, why: str) -> None:
         channel = self._channel
@@ -254,7 +264,7 @@ class TorchSession:
 
     def _flush(self) -> None:
         """Send requests, as many as may be under way."""
-        self._scheduled = False
+        self.flushing = False
         channel = self._channel
         if channel is None or self._greeting:
             self._shared.release()
@@ -268,12 +278,12 @@ class TorchSession:
         self._absence.forget()
         if self._retry is not None:
             self._retry.cancel()
-        self._channel = self._carrier = None
+        self._detach()
         self._closed_in_a_row = 0
         self._before = (self.asked, self.sent)
         clients, self._clients = self._clients, {}
         self._stalled.clear()
-        self.held = 0
+        self.held, self.crowded = 0, False
         self._begin()
         if clients:
             log.warning("disconnecting all PyTorch clients (%d): %s", len(clients), why)
@@ -282,21 +292,19 @@ class TorchSession:
 
 
 class _Carrier:
-    """The owner of one channel: what comes by an earlier one is nobody's."""
+    """The owner of one channel; what comes by it once the session has another, or none, is nobody's."""
 
-    __slots__ = ("_session",)
+    __slots__ = ("closed", "received", "writable")
 
     def __init__(self, session: TorchSession) -> None:
-        self._session = session
+        self.received: Callable[[bytes], None] = session.received
+        self.closed: Callable[[str], None] = session.closed
+        self.writable: Callable[[], None] = session.flush_soon
 
-    def received(self, data: bytes) -> None:
-        if self._session._carrier is self:
-            self._session.received(data)
+    def detach(self) -> None:
+        """Note that the session has no more to do with the channel."""
+        self.received = self.closed = self.writable = _ignore
 
-    def closed(self, why: str) -> None:
-        if self._session._carrier is self:
-            self._session.closed(why)
 
-    def writable(self) -> None:
-        if self._session._carrier is self:
-            self._session.flush_soon()
+def _ignore(*told: object) -> None:
+    pass
