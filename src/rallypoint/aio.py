@@ -8,7 +8,7 @@ cancelled call leaves nothing behind on the server. A cut is mended as in the bl
 for as long as its server's welcome says, what was not answered is repeated, and `store/outage.py` says how long calls
 wait meanwhile. A server that is there and does not answer, for longer than it was asked to wait and the store's
 timeout, is `ConnectionLost`. One of several that hangs is left for another, and a relay that does for the store itself,
-as `store/wire.py` has it.
+as `store/peer_check.py` has it.
 """
 
 from __future__ import annotations
@@ -37,9 +37,8 @@ from rallypoint.errors import (
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.client import Client, Reply, error_of
 from rallypoint.protocol.native import ACCEPTED, PREFACE
-from rallypoint.store import outage, relay_address
+from rallypoint.store import outage, peer_check
 from rallypoint.store.base import Change
-from rallypoint.store.dial import answers
 from rallypoint.store.outage import Outage, Patience, ServerDown
 from rallypoint.store.route import NO_GATEWAY, Address, Cuts, Route, Search, Unwelcome
 from rallypoint.store.url import parse_url
@@ -52,10 +51,6 @@ TICK_S = 0.01
 
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, beyond what it was asked to wait, however short the store's timeout is."""
-
-PING_S, PROBE_S = 1.0, 1.0
-"""How long one of several servers may be silent before it is pinged, and then before it is probed; and how long that
-may take."""
 
 _Self = TypeVar("_Self", bound="AsyncStore")
 
@@ -279,17 +274,16 @@ class _Session:
     async def _doubt(self) -> None:
         while self._route.doubted:
             self._heard, relayed = False, self._route.relayed
-            await asyncio.sleep(relay_address.SILENCE_S if relayed else PING_S)
+            await asyncio.sleep(peer_check.silence_s(self._route))
             link, transport = self._link, self._transport
             if self._heard or transport is None or relayed is not self._route.relayed:
                 continue
             if not relayed:
                 self.send(ops.Ping(0))
-                await asyncio.sleep(PING_S)
+                await asyncio.sleep(peer_check.PING_S)
             if self._heard or link is not self._link:
                 continue
-            loop, deadline = asyncio.get_running_loop(), Deadline(relay_address.PROBE_S if relayed else PROBE_S)
-            hangs = not await loop.run_in_executor(None, answers, self._route.here, deadline)
+            hangs = await asyncio.get_running_loop().run_in_executor(None, peer_check.hangs, self._route)
             if hangs and not self._heard and link is self._link:
                 self._route.leave()
                 transport.abort()

@@ -26,7 +26,7 @@ from tests.wire import AMPLE_S, read_line, script, until
 import rallypoint
 from rallypoint import aio, net
 from rallypoint.protocol.native import ACCEPTED, PREFACE
-from rallypoint.store import relay_address, route, wire
+from rallypoint.store import peer_check, relay_address, route
 from rallypoint.store.relay_address import VARIABLE, RelayAddress
 
 
@@ -41,7 +41,7 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no address be taken for a silent one because this machine is busy."""
     monkeypatch.setattr(route, "RELAY_S", AMPLE_S)
     monkeypatch.setattr(route, "RESUMING_S", (AMPLE_S / 2, AMPLE_S / 2))
-    monkeypatch.setattr(relay_address, "SILENCE_S", AMPLE_S)
+    monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", AMPLE_S)
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -355,8 +355,8 @@ def stopped(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Itera
 
         def stop() -> int:
             os.kill(relay.pid, signal.SIGSTOP)
-            monkeypatch.setattr(relay_address, "SILENCE_S", 0.1)
-            monkeypatch.setattr(relay_address, "PROBE_S", 0.5)
+            monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", 0.1)
+            monkeypatch.setattr(peer_check, "RELAY_PROBE_S", 0.5)
             return relay.pid
 
         try:
@@ -403,7 +403,7 @@ def test_what_a_stopped_relay_sends_on_later_is_not_done_twice(
 def test_a_relay_that_is_alone_is_not_left(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its server is away, or slow: it answers for itself."""
     probed = threading.Semaphore(0)
-    probe = wire.answers
+    probe = peer_check.answers
 
     def answers(*where: Any) -> bool:
         answered = probe(*where)
@@ -411,9 +411,9 @@ def test_a_relay_that_is_alone_is_not_left(server: rallypoint.Server, monkeypatc
         probed.release()
         return answered
 
-    monkeypatch.setattr(relay_address, "SILENCE_S", 0.0)
-    monkeypatch.setattr(relay_address, "PROBE_S", AMPLE_S)
-    monkeypatch.setattr(wire, "answers", answers)
+    monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", 0.0)
+    monkeypatch.setattr(peer_check, "RELAY_PROBE_S", AMPLE_S)
+    monkeypatch.setattr(peer_check, "answers", answers)
     with rallypoint.Relay(server.url) as relay:
         monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
         with rallypoint.connect(server.url, AMPLE_S) as store:
@@ -433,8 +433,8 @@ def test_a_relay_that_is_alone_is_not_left(server: rallypoint.Server, monkeypatc
 def test_asyncio_clients_leave_a_relay_that_is_stopped(
     server: rallypoint.Server, stopped: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(relay_address, "SILENCE_S", 0.1)
-    monkeypatch.setattr(relay_address, "PROBE_S", AMPLE_S)
+    monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", 0.1)
+    monkeypatch.setattr(peer_check, "RELAY_PROBE_S", AMPLE_S)
 
     async def main() -> None:
         async with await aio.connect(server.url, AMPLE_S) as store:

@@ -21,7 +21,7 @@ import rallypoint
 from rallypoint import aio
 from rallypoint.protocol.c10d import Opcode, encode
 from rallypoint.protocol.client import Client
-from rallypoint.store import wire
+from rallypoint.store import peer_check
 from rallypoint.store.url import parse_url
 
 pytestmark = pytest.mark.needs("etcd")
@@ -180,8 +180,8 @@ def test_our_client_goes_on_at_another_gateway_when_its_own_is_killed(etcd_url: 
 def test_our_client_leaves_a_gateway_that_hangs_with_its_session(
     etcd_url: str, monkeypatch: pytest.MonkeyPatch, under_way: bool
 ) -> None:
-    monkeypatch.setattr(wire, "PING_S", 0.1)
-    monkeypatch.setattr(wire, "PROBE_S", 0.5)
+    monkeypatch.setattr(peer_check, "PING_S", 0.1)
+    monkeypatch.setattr(peer_check, "PROBE_S", 0.5)
     one, other = (rallypoint.Server(engine=etcd_url) for _ in range(2))
     with one, other, rallypoint.connect(f"{one.url},{other.url.removeprefix('tcp://')}") as store:
         assert isinstance(store, rallypoint.TCPStore)
@@ -201,16 +201,16 @@ def test_our_client_leaves_a_gateway_that_hangs_with_its_session(
 
 def test_a_gateway_that_is_only_slow_is_not_left(etcd_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     probed = threading.Semaphore(0)
-    probe = wire.answers
+    probe = peer_check.answers
 
     def answers(*where: Any) -> bool:
         answered = probe(*where)
         probed.release()
         return answered
 
-    monkeypatch.setattr(wire, "PING_S", 0.0)
-    monkeypatch.setattr(wire, "PROBE_S", AMPLE_S)
-    monkeypatch.setattr(wire, "answers", answers)
+    monkeypatch.setattr(peer_check, "PING_S", 0.0)
+    monkeypatch.setattr(peer_check, "PROBE_S", AMPLE_S)
+    monkeypatch.setattr(peer_check, "answers", answers)
     monkeypatch.setattr(Client, "answered", lambda core, number: False)
     one, other = (rallypoint.Server(engine=etcd_url) for _ in range(2))
     with one, other, rallypoint.connect(f"{one.url},{other.url.removeprefix('tcp://')}") as store:
@@ -221,8 +221,8 @@ def test_a_gateway_that_is_only_slow_is_not_left(etcd_url: str, monkeypatch: pyt
 
 
 def test_the_asyncio_client_leaves_a_gateway_that_hangs(etcd_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(aio, "PING_S", 0.1)
-    monkeypatch.setattr(aio, "PROBE_S", 0.5)
+    monkeypatch.setattr(peer_check, "PING_S", 0.1)
+    monkeypatch.setattr(peer_check, "PROBE_S", 0.5)
     one, other = (rallypoint.Server(engine=etcd_url) for _ in range(2))
 
     async def main() -> None:

@@ -24,7 +24,7 @@ from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Frames, frame
 from rallypoint.recipes.hosting import host_of
-from rallypoint.store import route, wire
+from rallypoint.store import peer_check, route
 
 DEADLINE_S = 60
 
@@ -39,7 +39,7 @@ def server() -> Iterator[rallypoint.Server]:
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no address be taken for a silent one because this machine is busy; tests of silence have their own moment."""
     monkeypatch.setattr(route, "PATIENCE_S", (DEADLINE_S / 2, DEADLINE_S / 2))
-    monkeypatch.setattr(wire, "PING_S", DEADLINE_S)
+    monkeypatch.setattr(peer_check, "PING_S", DEADLINE_S)
 
 
 @pytest.fixture

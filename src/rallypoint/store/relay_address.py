@@ -7,10 +7,6 @@ The launcher sets it for its workers. A client uses the relay only for a store o
 of the relay itself, go on as before. With `&identity=HEX`, what answers there must also be that store, or the client
 goes to the store directly: after the relay's end its port may be anybody's.
 
-A relay that is stopped keeps its connections, and no kernel tells of it. So a client that has heard nothing for a while
-connects to it once more, and goes to the store itself where nobody answers that. The relay answers by itself, whether
-its server is there or not; pings through it would ask the server instead, once a second for every idle client.
-
 Rejected: to ask the relay for its upstream. That is a question more for every session, and one that whoever has taken
 the relay's port may answer, too.
 """
@@ -37,9 +33,6 @@ VARIABLE = "RALLYPOINT_RELAY"
 
 DEFAULT_PORT = 29400
 """The port of an upstream server that is given without one, as in store URLs."""
-
-SILENCE_S, PROBE_S = 2.0, 3.0
-"""How long a relay may send nothing before it is asked for a sign of life, and how long it may take to give one."""
 
 _TCP = "tcp://"
 _EXAMPLE = "tcp://127.0.0.1:4711?upstream=head-node:29400"

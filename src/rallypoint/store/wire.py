@@ -11,10 +11,8 @@ answered. Calls wait meanwhile, each for as long as `outage.py` has it, and new 
 session any more, or it has been away for longer than it lasts, it is over for good: `SessionLost`, or `ServerRestarted`
 when another server answers.
 
-Where there are several addresses, a server that hangs is as good as lost, and no kernel tells of it. So the keeper
-pings it every second. An answer may be late for good reasons, such as the requests before it; then a connection of its
-own is tried, and only if that is met with silence, too, the session goes on elsewhere. A relay is not pinged, for its
-server would have to answer: where no request was answered for a while, a connection is tried at once.
+Where there are several addresses, or a relay, one that hangs is as good as lost. The keeper looks for it, by the rules
+of `peer_check.py`, and the session goes on elsewhere.
 
 Who reads is noted in `_reader` by a token of its own, so that a call that is interrupted anywhere can see whether it
 was the reader, and stop being it: a lock could be left held by a signal right after it was taken. Whoever reads may
@@ -54,8 +52,8 @@ from rallypoint.errors import (
 )
 from rallypoint.protocol import BadMessage, native
 from rallypoint.protocol.client import Client, Reply, error_of
-from rallypoint.store import keeper, lost_sessions, reconnect, relay_address
-from rallypoint.store.dial import Contact, Dialer, NotOurs, answers, dial
+from rallypoint.store import keeper, lost_sessions, peer_check, reconnect
+from rallypoint.store.dial import Contact, Dialer, NotOurs, dial
 from rallypoint.store.ear import Ear, poll
 from rallypoint.store.outage import Outage, Patience, ServerDown
 from rallypoint.store.route import Cuts, Route
@@ -68,10 +66,6 @@ GOODBYE_S = 1.0
 
 LEAST_PATIENCE_S = 10.0
 """How long a server may take to answer, however short the store's timeout is."""
-
-PING_S, PROBE_S = 1.0, 1.0
-"""How often one of several servers is asked for a sign of life, which is late when the next is due; and how long a
-probe may then take."""
 
 LEAST_S = 0.1
 """How long repeating what was not answered may take, however little time is left."""
@@ -129,8 +123,7 @@ class Wire:
 
         self._core = Client(net.caller_name(), self._route.begin(), lost_sessions.of(self._peer))
         self._cuts = Cuts(self._route)
-        self._ping, self._pinged_at = 0, time.monotonic()
-        self._next_seen = 0  # the number that the next request had when the relay was last looked at
+        self._ping, self._pinged_at, self._seen = 0, time.monotonic(), 0
         self._connect(dial(self._route, self._core, self._lock, Deadline(self._timeout_s)))
         self._forks = _forks
         self.server = self._core.server
@@ -378,18 +371,15 @@ class Wire:
             reconnect.start(self, ear, None)
 
     def doubts(self) -> socket.socket | None:
-        """Ping, where there are several addresses and it is time; return the socket where that is in vain.
-
-        At a relay, return it where no request that was made since the last look has been answered.
-        """
+        """Ping, or at a relay look whether any recent request was answered; return the socket where that is in vain."""
         now, sock, lately_at = time.monotonic(), self._ear.socket, self._pinged_at
-        pause_s = relay_address.SILENCE_S if self._route.relayed else PING_S
+        pause_s = peer_check.silence_s(self._route)
         if not self._route.doubted or now < lately_at + pause_s or self._outage is not None:
             return None
         if self._route.relayed:
             self._pinged_at = now
-            seen, self._next_seen = self._next_seen, self._core.number
-            return None if seen < self._next_seen and self._core.answered(seen) else sock
+            asked, self._seen = self._seen, self._core.number  # of the first request since the last look, and the next
+            return None if asked < self._seen and self._core.answered(asked) else sock
         in_vain = True
         if self._core.answered(self._ping):
             if self._sender.acquire(blocking=False):
@@ -397,7 +387,7 @@ class Wire:
                     in_vain = not self._send_ping(sock)
                 finally:
                     self._sender.release()
-            elif now < lately_at + 2 * PING_S:  # somebody sends; if for longer, the server does not read
+            elif now < lately_at + 2 * pause_s:  # somebody sends; if for longer, the server does not read
                 return None
         self._pinged_at = now
         return sock if in_vain else None
@@ -419,9 +409,8 @@ class Wire:
 
     def probe(self, sock: socket.socket) -> None:
         """Find out whether the peer of this socket hangs, and cut it if so: the session then goes on elsewhere."""
-        within_s = relay_address.PROBE_S if self._route.relayed else PROBE_S
-        hangs = not answers(self._route.here, Deadline(within_s))
-        if hangs and self._ear.socket is sock and sock.fileno() >= 0 and not poll(sock, select.POLLIN, 0.0):
+        hangs, same = peer_check.hangs(self._route), self._ear.socket is sock and sock.fileno() >= 0
+        if hangs and same and not poll(sock, select.POLLIN, 0.0):
             self._route.leave()
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
