@@ -97,12 +97,11 @@ class SharedSession:
             self.core.forget(number)  # as good as settled, for it is no item of a queue
         if kind is ops.Wait and number < self.repeated_to:
             self.merger.drop(request)  # the answer and the repetition may have crossed: then it waits again
-        clients = []
-        for call in self.merger.answer(request, answer):
-            client: TorchClient = call.asker
-            client.answered(call)
-            clients.append(client)
-        return clients
+        calls = self.merger.answer(request, answer)
+        if kind in WAITS:
+            for call in calls:
+                call.asker.answered(call)
+        return [call.asker for call in calls]
 
     def delivered(self, request: Request | None) -> None:
         """Note that an item was handed to its client's connection, and is the client's now."""

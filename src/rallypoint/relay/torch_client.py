@@ -41,7 +41,10 @@ _HOLDS = _REPLACES | {ops.Draw}
 _PLAIN = frozenset(
     (ops.Add, ops.Set, ops.Check, ops.Append, ops.MultiSet, ops.Delete, ops.Push, ops.QueueLen, ops.Count)
 )
-"""Operations that are simply asked, where the client has asked nothing else, and has neither a turn nor a value."""
+"""Operations that are simply asked: neither do they wait, nor is anything answered here, nor may the answer be large."""
+
+_ASKED = _PLAIN | {ops.Await}
+"""What is asked at once, where the client has asked nothing else and has neither a turn nor a value."""
 
 
 class TorchClient:
@@ -101,17 +104,32 @@ class TorchClient:
         op = self._wait.op if self._wait is not None else None
         return () if op is None else tuple(op.keys) if isinstance(op, ops.Wait) else (op.key,)
 
+    def ask_alone(self, op: ops.Op, size: int) -> bytes | None:
+        """Take a call while no other is unanswered; return its answer if that is the value which the wait brought.
+
+        This is what `ask` comes to, in short, for nearly all calls: PyTorch's client asks one thing at a time.
+        """
+        if self._turn is None:
+            value, kind = self._value, op.__class__
+            if value is None:
+                if kind in _ASKED:
+                    call = Call(self, op, size)
+                    self.calls.append(call)
+                    self.bytes += size
+                    self._ask(call)
+                    return None
+            elif kind is ops.Peek and value[0] == op.key:  # type: ignore[attr-defined]
+                self._merger.asked += 1
+                self._take_value()
+                return value[1]
+        self.ask(op, size)
+        return None
+
     def ask(self, op: ops.Op, size: int) -> None:
         """Take a call."""
         call = Call(self, op, size)
-        calls = self.calls
+        self.calls.append(call)
         self.bytes += size
-        if not calls and self._turn is None and self._value is None and op.__class__ in _PLAIN:
-            calls.append(call)  # what the rest comes to, in short, for nearly all calls but those of `get`
-            if self._merger.ask(call):
-                self._gathering = call
-            return
-        calls.append(call)
         if self._held or self._must_hold(call, self.paused):
             self._held.append(call)
         else:
@@ -198,20 +216,21 @@ class TorchClient:
 
     def _ask(self, call: Call) -> None:
         op, kind = call.op, call.op.__class__
-        if kind in _LARGE:
-            self._large += 1
         if kind in WAITS:
             self._wait = call
             if kind is ops.Await:
                 op.limit = VALUE_BYTES
-        if kind is ops.Draw:
+            self._merger.ask(call)
+        elif kind is ops.Draw:
+            self._large += 1
             self._merger.draw(call, self._turn or self._coming_turn())
             self._turn = None
         elif kind is ops.Ping:
             self._merger.ping(call)
         else:
-            gathers = self._merger.ask(call)
-            if gathers and kind not in WAITS:
+            if kind not in _PLAIN:
+                self._large += 1
+            if self._merger.ask(call):
                 self._gathering = call
 
     def _take_value(self) -> tuple[bytes, bytes] | None:

@@ -77,24 +77,25 @@ class TorchRelayConnection:
 
     def receive(self, data: bytes) -> bytes:
         """Take what came, and return the answers that are known. Raises BadMessage, and is invalid after that."""
-        client, session, at = self._client, self._session, 0
-        calls = client.calls
+        client, session = self._client, self._session
         client.paused = self._connection.paused
-        if calls or self._rest:
-            data, self._rest = self._rest + data, b""
-            client.go_on()
-        elif data and not session.crowded:  # as nearly always: it has asked nothing else
-            op, at = self._decoder.read(data, 0)
+        if client.calls or self._rest or session.crowded or not data:
+            return self._receive_behind(data)
+        op, stop = self._decoder.read(data, 0)
+        if op is None or stop < len(data):
             if op is not None:
-                client.ask(op, at)
-        if at < len(data):
-            self._read(data, at)
-        replies = self._take_replies() if calls and (calls[0].done or len(calls) > 1) else b""
+                client.ask(op, stop)
+            return self._receive_behind(data[stop:])
+        value = client.ask_alone(op, stop)  # as nearly always: one request, and it has asked nothing else
+        if value is not None:
+            if self._counted:
+                self._count()
+            return ENCODE_ANSWER[ops.Peek](op, value, self._limit)
         if not session.flushing:
             session.flush_soon()
         if client.bytes > COUNTED_BYTES or self._counted:
             self._count()
-        return replies
+        return self._take_replies() if client.calls[0].done else b""
 
     def end(self) -> None:
         """Note that the connection is gone."""
@@ -144,15 +145,21 @@ class TorchRelayConnection:
         self._connection.stall()
         return True
 
-    def _read(self, data: bytes, at: int) -> None:
-        """Take requests from `at` on, as many as the client may ask now; keep the rest."""
-        client, read = self._client, self._decoder.read
+    def _receive_behind(self, data: bytes) -> bytes:
+        """Take what came behind other requests: as many as the client may ask now; keep the rest."""
+        data, self._rest = self._rest + data, b""
+        client, read, at = self._client, self._decoder.read, 0
+        client.go_on()
         while at < len(data) and not self._choked():
             op, stop = read(data, at)
             if op is not None:
                 client.ask(op, stop - at)
             at = stop
         self._rest = data[at:]
+        replies = self._take_replies()
+        self._session.flush_soon()
+        self._count()
+        return replies
 
     def _take_replies(self) -> bytes:
         """Return the replies that are next; an item that is among them is the client's now."""
