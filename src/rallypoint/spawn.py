@@ -140,6 +140,12 @@ class ChildServer:
         finally:
             connection.close()
 
+    def kill(self, pid: int) -> None:
+        """Kill the child, which hangs, if that is still its process id; one that is supervised has a successor."""
+        child = self._child
+        if child.pid == pid:
+            child.kill()
+
     def close(self) -> None:
         """End the server and free its port; harmless when it is closed already."""
         self._stop()

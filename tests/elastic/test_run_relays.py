@@ -7,17 +7,19 @@ import os
 import re
 import signal
 import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.request import urlopen
 
 import pytest
-from tests.elastic.runs import PRELUDE, Node, Place
+from tests.elastic.runs import PRELUDE, Node, Place, gone
 from tests.hosts import hosts
 from tests.wire import AMPLE_S, until
 
-from rallypoint import Rendezvous, TCPStore
+from rallypoint import Rendezvous, Server, TCPStore, net
+from rallypoint.elastic import node_relay
 
 UP = """
 import rallypoint
@@ -154,6 +156,45 @@ def test_the_relay_of_one_node_that_is_killed(place: Place) -> None:
     node.until(r"^up 0 1 0 ", 2)
     assert f"its relay (pid {pid}) has died; no restart is used" in node.err
     finish(node)
+
+
+def test_a_relay_that_is_stopped_is_replaced_and_uses_no_restart(place: Place) -> None:
+    """Its workers' connections stand, and nobody else would ever say that it is gone."""
+    nodes, workers = start(place)
+    pid = relay_pid(workers[0])
+    os.kill(pid, signal.SIGSTOP)
+    for node in nodes.values():
+        node.until(r"^up \d 2 0 ", 2)
+    gone(pid)
+    assert f"the relay (pid {pid}) has answered nothing for 5 s, and is killed" in nodes[0].err
+    assert f"its relay (pid {pid}) has died; no restart is used" in nodes[0].err
+    finish(*nodes.values())
+
+
+def test_a_relay_whose_server_hangs_is_not_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = threading.Semaphore(0)
+    asked = node_relay.answers
+
+    def answers(*where: Any) -> bool:
+        alive = asked(*where)
+        assert alive
+        looks.release()
+        return alive
+
+    monkeypatch.setattr(node_relay, "answers", answers)
+    monkeypatch.setattr(node_relay, "LOOK_S", 0.0)
+    monkeypatch.setattr(node_relay, "SILENT_S", AMPLE_S)
+    with Server() as server:
+        relay = node_relay.NodeRelay(net.Endpoint("127.0.0.1", server.port))
+        try:
+            pid = relay.relay.pid
+            os.kill(server.pid, signal.SIGSTOP)
+            for _ in range(5):
+                assert looks.acquire(timeout=AMPLE_S)
+            assert relay.relay.pid == pid and not relay.relay.restarts
+        finally:
+            os.kill(server.pid, signal.SIGCONT)
+            relay.close()
 
 
 def test_workers_that_fail_of_the_relays_end_before_anybody_says_so_use_no_restart(place: Place) -> None:

@@ -4,24 +4,37 @@ Clients of ours use it because `variable` is in their environment, and go on wit
 PyTorch's have a port of it as their store: when it dies, theirs is gone, and the round is over. The relay itself is
 started again at once (`supervisor.py`), and opens the port of the next round.
 
+One that hangs, as when it was stopped, is not dead to anybody: it is asked for a sign of life every few seconds, and
+killed where it gives none. It answers that by itself, whether its server is there or not.
+
 It listens on loopback. A round that workers of other nodes use, too, has its port on all interfaces.
 """
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 
 from rallypoint import net
+from rallypoint.deadline import Deadline
 from rallypoint.elastic import round_port
 from rallypoint.elastic.round_port import RoundPort
 from rallypoint.errors import MeetingError, NetworkError
+from rallypoint.liveness import PAUSE_S
 from rallypoint.relay.spawn import Relay
+from rallypoint.store.dial import answers
 from rallypoint.store.relay_address import RelayAddress
 
 __all__ = ["NodeRelay"]
+
+log = logging.getLogger("rallypoint.server")
+
+LOOK_S, SILENT_S = 2.0, 5.0
+"""How often a relay is asked for a sign of life, and how long it may take to give one."""
 
 
 class NodeRelay:
@@ -31,14 +44,34 @@ class NodeRelay:
         self._server = server
         self._on_end = on_end
         self._port: RoundPort | None = None
+        self._closed = threading.Event()
         self._started: Future[Relay] = Future()
-        threading.Thread(target=self._start, name=f"start of the relay of {server}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"relay of {server}", daemon=True).start()
 
-    def _start(self) -> None:
+    def _run(self) -> None:
         try:
-            self._started.set_result(Relay(f"tcp://{self._server}"))
+            relay = Relay(f"tcp://{self._server}")
         except BaseException as error:  # it is the one who needs the relay to hear of it
             self._started.set_exception(error)
+            return
+        self._started.set_result(relay)
+        alive = relay.pid
+        while not self._closed.wait(LOOK_S) and relay.running():
+            alive = self._look(relay, alive)
+
+    def _look(self, relay: Relay, alive: int) -> int:
+        """Kill a relay that has answered before and does not now; return the process id of the one that has.
+
+        One that is only starting is left to its supervisor. After a pause of our own its answer may just be unread.
+        """
+        pid, began_at = relay.pid, time.monotonic()
+        if answers(self._at, Deadline(SILENT_S)):
+            return pid
+        paused = time.monotonic() - began_at > SILENT_S + PAUSE_S
+        if pid == alive and not paused and not self._closed.is_set():
+            log.warning("the relay (pid %d) has answered nothing for %g s, and is killed", pid, SILENT_S)
+            relay.kill(pid)
+        return alive
 
     @property
     def relay(self) -> Relay:
@@ -80,6 +113,7 @@ class NodeRelay:
 
     def close(self) -> None:
         """End the relay, also one that is just starting."""
+        self._closed.set()
         self._forget_port()
         if self._started.exception() is None:
             self._started.result().close()
