@@ -56,6 +56,9 @@ class ServerBase:
         self.crowd = 0
         """How many connections there are, those of rounds included, and how many round listeners."""
 
+        self.elsewhere = b""
+        """What native clients are told instead of a greeting while another server leads (`native.standby`)."""
+
         self.started_at = time.monotonic()
         self.sockets: list[socket.socket] = []
         self._servers: list[asyncio.AbstractServer] = []

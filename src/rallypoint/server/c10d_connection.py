@@ -80,7 +80,7 @@ class C10dConnection:
         self._listing = False  # whether a long list is being encoded
         self._deferred: tuple[ops.Op, int] | None = None  # a request that waits for room in the queue of the log
         self._halted = False  # whether requests wait for either
-        self._pending = 0
+        self._pending = int(server.log is not None and server.log.confirms)  # then reads wait, too, to be confirmed
         self._awaits = 0
         self._numbers = 0
         self._queued = 0

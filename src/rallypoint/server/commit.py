@@ -6,6 +6,9 @@ meanwhile goes with the next, so one `fdatasync` serves them all. A commit begin
 brought nothing more for it: with 64 busy clients it has an entry of each, where it had half of them before. When it is
 done, the items of that commit run in their order: state order is log order, and nobody sees what is not committed.
 
+Where another server may have taken over the log, reads too go through the queue. A commit confirms that this one still
+leads; where there are only reads, the storage is asked to confirm it, once for all of them.
+
 A commit that finds the disk full changes nothing: requests in it are refused and reads in it run, in their order. What
 must not be refused (a client comes or goes, a lock is released, an answer is confirmed) is committed into the storage's
 reserve, so that a server without room can still be read from. Once the reserve is used up, that is refused, too: it is
@@ -88,6 +91,9 @@ class CommitQueue:
 
     def __init__(self, storage: Storage, failed: Callable[[BaseException], None], max_bytes: int = 1 << 62) -> None:
         self._storage = storage
+        self.confirms = storage.confirms
+        """Whether reads, too, must go through the queue."""
+
         self._failed = failed
         self._max_bytes = max_bytes
         self._loop = asyncio.get_running_loop()
@@ -170,10 +176,13 @@ class CommitQueue:
         else:
             for _ in items:
                 waiting.popleft()
-        if not records:
+        if not records and not self.confirms:
             return items
         self._committing = items
-        self._commit(records)
+        if records:
+            self._commit(records)
+        else:
+            self._storage.confirm(self._done)
         return []
 
     def _commit(self, records: list[bytes], urgent: bool = False) -> None:

@@ -239,6 +239,8 @@ class Connection(asyncio.Protocol):
     def _recognise(self, data: bytes) -> bytes:
         """Find out who calls, if that can be said yet; return what is then for its handler."""
         server = self._server
+        if server.elsewhere and data[0] == 0:
+            return self._send_elsewhere(data)
         if data.startswith(PREFACE):
             self._transport.write(ACCEPTED)
             self.handler = server.native_handler(self)
@@ -261,6 +263,17 @@ class Connection(asyncio.Protocol):
             return b""
         self._early = b""
         return data
+
+    def _send_elsewhere(self, data: bytes) -> bytes:
+        """Tell a client of ours which server leads; PyTorch's clients know no such answer."""
+        if data.startswith((PREFACE, channels.PREFACE)):
+            self._transport.write(self._server.elsewhere)
+            self._transport.close()
+        elif any(one.startswith(data) for one in (PREFACE, channels.PREFACE)):
+            self._early = data
+        else:
+            self.drop("a PyTorch client, and this server stands by: have a relay find the leader (rallypoint relay)")
+        return b""
 
     def _settle(self, handler: ProtocolHandler) -> None:
         """Count what is held for the peer, and read no more from one that has to take its answers first."""

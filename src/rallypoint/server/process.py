@@ -55,6 +55,9 @@ def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -
 
 def _serving(settings: Settings) -> Serving:
     """Return what makes the server; raise ValueError where its engine cannot be."""
+    if settings.storage is not None:
+        address = _engine(settings.storage)
+        return lambda stop: _replicated_server(settings, address, stop)
     if settings.engine is None:
         return lambda stop: _store_server(settings, stop)
     address = _engine(settings.engine)
@@ -82,6 +85,21 @@ def _store_server(settings: Settings, stop: Callable[[], None]) -> Iterator[Serv
     finally:
         if server.storage is not None:
             server.storage.close()
+    if server.failed is not None:
+        raise server.failed
+
+
+@contextlib.contextmanager
+def _replicated_server(settings: Settings, address: Address, stop: Callable[[], None]) -> Iterator[Any]:
+    """Make one of the servers of a store in etcd; raise why it cannot go on, if so."""
+    try:
+        from rallypoint.server.replicated import ReplicatedServer
+    except ModuleNotFoundError as error:
+        why = f"{address.name} needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
+        raise ValueError(why) from None
+    server = ReplicatedServer(settings, address)
+    server.on_failure = stop
+    yield server
     if server.failed is not None:
         raise server.failed
 

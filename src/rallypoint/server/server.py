@@ -16,7 +16,7 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from itertools import islice
 from typing import Any
 
@@ -37,6 +37,7 @@ from rallypoint.server.multiplexed import MultiplexedConnection
 from rallypoint.server.native_connection import NativeConnection
 from rallypoint.server.rounds import Rounds, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
+from rallypoint.storage.errors import Deposed
 
 __all__ = ["StoreServer"]
 
@@ -95,26 +96,46 @@ class StoreServer(ServerBase):
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Recover the state where there is a storage, then start to serve on bound, listening sockets."""
-        start = Start(
-            entries.VERSION,
-            secrets.token_bytes(16),
-            self.settings.max_memory,
-            self.settings.max_connection_memory,
-            self._reserve,
-            self.settings.max_sessions,
-        )
         if self.storage is None:
-            self.state.apply(start)
+            self.state.apply(self._start)
         else:
-            await self._recover(start)
+            await self._recover()
         await super().open(sockets)
+
+    @property
+    def _start(self) -> Start:
+        """What a server says in the log when it starts."""
+        settings = self.settings
+        limits = (settings.max_memory, settings.max_connection_memory, self._reserve, settings.max_sessions)
+        return Start(entries.VERSION, secrets.token_bytes(16), *limits)
 
     @property
     def _reserve(self) -> int:
         return max(self.settings.max_memory // 4, RESERVE_BYTES)
 
-    async def _recover(self, start: Start) -> None:
-        """Replay the log, and note in it that the server starts."""
+    async def stand_by(self, sockets: Sequence[socket.socket], elsewhere: bytes) -> None:
+        """Serve nobody yet: follow the log of another server (`apply_record`), and tell clients where that is."""
+        self.elsewhere = elsewhere
+        await super().open(sockets)
+
+    def restore(self, chunks: Iterable[bytes]) -> None:
+        """Begin with a snapshot of the state."""
+        self.state = read(chunks)
+
+    def apply_record(self, record: bytes) -> None:
+        """Apply an entry that is in the log already."""
+        self.state.apply(entries.decode(record))
+        self.state.outputs.clear()
+
+    async def abandon(self) -> None:
+        """Answer nothing more, for another server may lead: hang up on everybody."""
+        self.clock.stop()
+        if self.storage is not None:
+            self.storage.close()
+        await super().close()
+
+    async def _recover(self) -> None:
+        """Replay the log, and go on with it."""
         try:
             await self._replay()
         except OtherVersion as error:
@@ -122,12 +143,16 @@ class StoreServer(ServerBase):
                 f"cannot start: {self.settings.data_dir} was written by another version of rallypoint ({error}). "
                 f"Finish its jobs with that version, or choose another data directory (serve --data-dir)"
             ) from None
+        await self.begin()
+
+    async def begin(self) -> None:
+        """Begin to write the log, whose state this is: note in it that the server starts."""
         told_s = self.settings.recovery_s
         self.recovery_s = DEFAULT_RECOVERY_S if told_s is None else told_s
         self.storage.attach(asyncio.get_running_loop())
         self.log = CommitQueue(self.storage, self._storage_failed, self._reserve)
         self._starting = asyncio.get_running_loop().create_future()
-        self.submit(start, self._starting.set_result, self._cannot_start)
+        self.submit(self._start, self._starting.set_result, self._cannot_start)
         await asyncio.shield(self._starting)
         self.clock.start()
         for namespace in self.state.namespaces.values():
@@ -136,10 +161,9 @@ class StoreServer(ServerBase):
     async def _replay(self) -> None:
         chunks, records = self.storage.recover()
         if chunks is not None:
-            self.state = read(chunks)
+            self.restore(chunks)
         for count, record in enumerate(records, 1):
-            self.state.apply(entries.decode(record))
-            self.state.outputs.clear()
+            self.apply_record(record)
             if not count % SLICE_ENTRIES:
                 await asyncio.sleep(0)  # it may be told to end
 
@@ -176,7 +200,8 @@ class StoreServer(ServerBase):
             log.warning("no snapshot was written, so the next start takes longer: %s", error)
 
     def _storage_failed(self, error: BaseException) -> None:
-        log.critical("the storage failed, and the server ends: %s", error)
+        if not isinstance(error, Deposed):
+            log.critical("the storage failed, and the server ends: %s", error)
         self.failed = error
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(error)
@@ -300,6 +325,13 @@ class StoreServer(ServerBase):
                 if owner.link is not None:
                     owner.link.deliver(number, answer)
 
+    def confirmed(self, do: Callable[[], None]) -> None:
+        """Do something that only reads: at once, or once it is known that no other server has taken over the log."""
+        if self.log is None or not self.log.confirms:
+            do()
+        else:
+            self.log.submit(None, _Confirmed, do)
+
     def detach(self, session: Session) -> None:
         """Note that a session has lost its connection: its grace begins."""
         self.clock.detached(session)
@@ -377,3 +409,15 @@ class StoreServer(ServerBase):
 
     def describe_sessions(self) -> Sequence[Any]:
         return list(self.state.sessions.values())
+
+
+class _Confirmed:
+    """Does what was submitted to be done once it is confirmed."""
+
+    @staticmethod
+    def committed(work: Callable[[], None], size: int) -> None:
+        work()
+
+    @staticmethod
+    def refuse(work: Callable[[], None], size: int, error: StoreError, last: bool) -> bool:
+        return True

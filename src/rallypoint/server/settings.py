@@ -35,6 +35,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     engine: str | None = None
     """Where the state is: None for this process, or the URL of a store in etcd."""
 
+    storage: str | None = None
+    """The URL of the store in etcd that this is one of the servers of; None: the store is this server's alone."""
+
     ready_fd: int | None = None
     """A descriptor to write the URL to once it listens."""
 

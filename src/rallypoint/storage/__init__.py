@@ -1,8 +1,8 @@
 """Where a server keeps its log: what the server asks of a storage.
 
 A server in memory has no storage and waits for nothing. With one, the server applies a batch of entries when the batch
-is committed. `file.py` is the storage in a directory. Entries and snapshots are opaque bytes here; `rallypoint.core`
-gives them a meaning.
+is committed. `file.py` is the storage in a directory, `etcd.py` that of a leader among several servers. Entries and
+snapshots are opaque bytes here; `rallypoint.core` gives them a meaning.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ Done = Callable[[BaseException | None], None]
 class Storage(Protocol):
     """A log with snapshots. First `recover`, then `attach`, then `commit` at will, at last `save` and `close`."""
 
+    confirms: bool
+    """Whether reads have to wait for `confirm`, for another server may have taken over the log."""
+
     def recover(self) -> tuple[Iterator[bytes] | None, Iterator[bytes]]:
         """Return the chunks of the newest snapshot (None: there is none), and the records committed after it.
 
@@ -36,6 +39,9 @@ class Storage(Protocol):
         is unknown, and every later commit fails in the same way; the server has to end. The next commit is made
         after `done` was called.
         """
+
+    def confirm(self, done: Done) -> None:
+        """Make sure that all that is committed was committed here, then call `done`; only where it `confirms`."""
 
     def compact_if_due(self) -> bool:
         """Start replacing the log by a snapshot if it has grown enough; return whether it did. Never blocks."""

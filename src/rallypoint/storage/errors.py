@@ -1,9 +1,11 @@
 """Errors of a server's storage, in the style of `rallypoint.errors`; a full disk is `rallypoint.errors.DiskFull`.
 
     StoreError
+    ├── Deposed            another server leads the replicated store
     ├── DirectoryInUse     another process has the data directory
     ├── StorageDamaged     acknowledged data cannot be read back: the server does not start
-    └── StorageFailed      a write or a sync failed: what is on disk is unknown, the server ends
+    ├── StorageFailed      a write or a sync failed: what is on disk is unknown, the server ends
+    └── StoreGone          a replicated store was kept by nobody, and is not in etcd any more
 
 Rejected: OSError as a second base of StorageFailed; code that handles an OSError and goes on must not catch it.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 from rallypoint.errors import StoreError
 
-__all__ = ["DirectoryInUse", "StorageDamaged", "StorageFailed"]
+__all__ = ["Deposed", "DirectoryInUse", "StorageDamaged", "StorageFailed", "StoreGone"]
 
 
 class DirectoryInUse(StoreError):
@@ -63,4 +65,31 @@ class StorageFailed(StoreError):
             path=path,
             why=why,
             number=number,
+        )
+
+
+class Deposed(StoreError):
+    """Another server leads the store, since `epoch` has passed; this one has committed nothing since."""
+
+    store: str
+    epoch: int
+
+    def __init__(self, *, store: str, epoch: int) -> None:
+        super().__init__(
+            f"another server leads {store} by now: epoch {epoch} is over, and nothing more is committed in it",
+            store=store,
+            epoch=epoch,
+        )
+
+
+class StoreGone(StoreError):
+    """All that a store had in etcd is gone, because nobody kept it for as long as it lasts."""
+
+    store: str
+
+    def __init__(self, *, store: str) -> None:
+        super().__init__(
+            f"{store} is gone: no server kept it in etcd for as long as it lasts (serve --recovery-window), or "
+            f"somebody deleted its keys. A new store of this name begins empty",
+            store=store,
         )

@@ -1,0 +1,104 @@
+"""Following the log of the server that leads, with a state of one's own; and noticing that it is gone.
+
+A server that stands by reads the snapshot and the log, and then watches for more. It knows its place in the log, so it
+may read any stretch twice: what it has applied before, it skips.
+
+Whether the leader is there is known from etcd when its lease has ended, some seconds after its machine vanished. Most
+of the time only its process dies, and then its address refuses or resets connections at once: so there is one
+connection to the leader, which carries nothing (`leader_gone`). To take over too early does no harm, for a leader that
+was deposed commits nothing (`storage/etcd.py`); but nobody is to take over because of a network between the two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+
+from rallypoint import net
+from rallypoint.deadline import Deadline
+from rallypoint.protocol import channels
+from rallypoint.server.server import StoreServer
+from rallypoint.storage.errors import StoreGone
+from rallypoint.storage.etcd_batch import Assembler
+from rallypoint.storage.etcd_reader import Head, Overtaken, Reader
+
+__all__ = ["Follower", "leader_gone"]
+
+LOOK_S = 0.5
+"""How long to wait before the leader's address is tried again, and how long it may take to answer."""
+
+PAUSE_S = 0.01
+"""How long to wait after the leader hung up: its process may be about to end."""
+
+SLICE_ENTRIES = 16
+"""How many places of the log are applied before others have a turn."""
+
+
+class Follower:
+    """A server's place in the log."""
+
+    def __init__(self, reader: Reader, server: StoreServer) -> None:
+        self.index = 0
+        """The last place of the log that was taken in."""
+
+        self.log_bytes = 0
+        """How much of the log came behind the snapshot."""
+
+        self._reader, self._server = reader, server
+        self._assembler = Assembler()
+        self._lease = 0
+
+    async def catch_up(self, deadline: Deadline) -> Head:
+        """Take in all that was in the log when this was called, at least; return the head of the store."""
+        while True:
+            with contextlib.suppress(Overtaken):
+                return await self._catch_up(deadline)
+
+    async def _catch_up(self, deadline: Deadline) -> Head:
+        head = await self._reader.head(deadline)
+        if self._lease and head.lease != self._lease:
+            raise StoreGone(store=self._reader.name)
+        self._lease = head.lease
+        if head.snapshot is not None and head.snapshot.index > self.index:
+            self._server.restore(await self._reader.snapshot(head.snapshot, deadline))
+            self.index, self.log_bytes, self._assembler = head.snapshot.index, 0, Assembler()
+        async for index, value in self._reader.entries(self.index, deadline):
+            self.take(index, value)
+            if not index % SLICE_ENTRIES:
+                await asyncio.sleep(0)
+        return head
+
+    def take(self, index: int, value: bytes) -> None:
+        """Take in a place of the log, unless that was done before; raise Overtaken where one is missing before it."""
+        if index <= self.index:
+            return
+        if index != self.index + 1:
+            raise Overtaken(f"place {self.index + 1} of the log was missed")
+        for record in self._assembler.take(value):
+            self._server.apply_record(record)
+        self.index = index
+        self.log_bytes += len(value)
+
+
+async def leader_gone(endpoint: net.Endpoint) -> None:
+    """Return when an address refuses connections, or is not the leader's any more; while it is silent, wait."""
+    while True:
+        try:
+            reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), LOOK_S)
+        except ConnectionRefusedError:
+            return
+        except (OSError, asyncio.TimeoutError):  # it may be the network between us
+            await asyncio.sleep(LOOK_S)
+            continue
+        try:
+            net.set_options(writer.get_extra_info("socket"))
+            writer.write(channels.PREFACE)
+            answer = await asyncio.wait_for(reader.readexactly(len(channels.ACCEPTED)), LOOK_S)
+            if answer != channels.ACCEPTED:
+                return
+            await reader.read()
+        except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):
+            pass
+        finally:
+            writer.close()
+        await asyncio.sleep(PAUSE_S)

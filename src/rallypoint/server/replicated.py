@@ -1,0 +1,329 @@
+"""`ReplicatedServer`: one of several servers of a store whose log is in etcd. One of them leads, the others stand by.
+
+Who stands by follows the log with a state of its own, and tells native clients where the leader is. It takes over when
+there is no leader: when the leader's key in etcd has gone with its lease, or its address refuses connections
+(`follower.py`). To lead is to write the next epoch, with a transaction that only one server wins, and to read the rest
+of the log, to which nobody else can append any more. The first entry of every leader says that it starts; from then on
+everything is as after a restart of a server with a data directory: sessions have a grace to come back.
+
+A leader ends when another has taken over, which its next commit or read finds out, or when it has not reached etcd for
+`STEP_DOWN_S`: then others may lead, and its clients should look for them. Each life of the process as a standby and a
+leader is a `StoreServer` of its own, so nothing of an earlier life can be answered from.
+
+A server that is told to end hands over: it commits what it has, answers, and revokes its lease.
+
+Rejected: a leader elected by etcd's election API. The same lease and transaction, with more round trips.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rallypoint import net
+from rallypoint.deadline import Deadline
+from rallypoint.errors import NoQuorum, RallypointError
+from rallypoint.etcd import answers, messages
+from rallypoint.etcd.address import Address
+from rallypoint.etcd.answers import WatchAnswer
+from rallypoint.etcd.client import Client, LeaseGone
+from rallypoint.etcd.lease import Lease
+from rallypoint.etcd.messages import Method, Txn
+from rallypoint.etcd.watch import watch
+from rallypoint.protocol.native import Standby, standby
+from rallypoint.server.follower import Follower, leader_gone
+from rallypoint.server.running import url_of
+from rallypoint.server.server import StoreServer
+from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
+from rallypoint.storage.errors import Deposed, StoreGone
+from rallypoint.storage.etcd import EtcdStorage
+from rallypoint.storage.etcd_layout import Layout, Leader, Server, encode
+from rallypoint.storage.etcd_reader import Head, Overtaken, Reader
+
+__all__ = ["ReplicatedServer"]
+
+log = logging.getLogger("rallypoint.server")
+
+LEASE_S = 3
+"""How long a server may be out of reach for etcd before another leads."""
+
+STEP_DOWN_S = 5.0
+"""How long a leader goes on without etcd; others may have taken over after `LEASE_S` and a moment."""
+
+REACH_S = 10.0
+"""How long etcd may take to answer when the server starts."""
+
+CALL_S = 5.0
+"""How long to try a call before it is noted that etcd does not answer; the trying goes on."""
+
+CLOSE_S = 2.0
+"""How long handing over may take: without it the others wait for the lease to end."""
+
+
+class OutOfReach(Exception):
+    """A leader has not reached etcd for so long that another may lead."""
+
+
+class ReplicatedServer:
+    """One of the servers of a store in etcd."""
+
+    def __init__(self, settings: Settings, address: Address) -> None:
+        self.on_alone: Callable[[], None] = lambda: None
+        self.on_failure: Callable[[], None] = lambda: None
+        self.failed: BaseException | None = None
+        """Why the server cannot go on, if so."""
+
+        self.life = StoreServer(settings)
+        """The state, and those who are connected, since this server last stood by."""
+
+        self.url = ""
+        self._settings, self._address = settings, address
+        self._layout = Layout(address.space)
+        self._key = self._layout.server(secrets.token_hex(8))
+        self._sockets: list[socket.socket] = []
+        self._settled = asyncio.Event()
+        self._dead_epoch = 0
+        """Of the last leader whose address refused connections."""
+
+        self._own: Lease | None = None
+        self._store: Lease | None = None
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self._told: Standby | None = None
+
+    # Beginning and end
+
+    async def open(self, sockets: Sequence[socket.socket]) -> None:
+        """Take part in the store; return once there is a leader, which may be this server. NoQuorum: etcd is silent."""
+        self._sockets = list(sockets)
+        self.url = url_of(self._sockets)
+        self._client = Client(self._address.endpoints, self._address.access, self._address.name)
+        self._reader = Reader(self._client, self._layout)
+        await self._client.prefer_leader(Deadline(REACH_S))
+        self._task = asyncio.ensure_future(self._run())
+        settled = asyncio.ensure_future(self._settled.wait())
+        try:
+            await asyncio.wait((self._task, settled), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            settled.cancel()
+        if self._task.done():
+            self._task.result()
+
+    async def close(self) -> None:
+        """Answer what was asked, and let another server lead."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait((self._task,))
+        await self.life.close()
+        for lease in (self._own, self._store):
+            if lease is not None:
+                lease.close()
+        if self._own is not None:
+            with contextlib.suppress(RallypointError, LeaseGone):
+                await self._own.revoke(Deadline(CLOSE_S))
+        await self._client.close()
+        for sock in self._sockets:
+            sock.close()
+
+    async def _run(self) -> None:
+        """Live one life after the other, until something is wrong that another life would not mend."""
+        try:
+            while True:
+                self.life = StoreServer(self._settings)
+                self.life.on_alone = self.on_alone
+                await self.life.stand_by([sock.dup() for sock in self._sockets], standby(self._told or Standby("", [])))
+                try:
+                    await self._live()
+                except (Deposed, OutOfReach, StoreGone) as error:
+                    log.warning("stands by from now on: %s", error)
+                finally:
+                    if not self._closing:
+                        await self.life.abandon()
+        except Exception as error:
+            self.failed = error
+            self.on_failure()
+            if not self._settled.is_set():
+                raise
+
+    async def _live(self) -> None:
+        """Stand by, until this server leads and is deposed."""
+        follower = Follower(self._reader, self.life)
+        while True:
+            await self._register()
+            head = await self._catch_up(follower)
+            if head.leader is None or head.leader.url == self.url or head.leader.epoch == self._dead_epoch:
+                epoch = await self._claim(head)
+                if epoch:
+                    await self._lead(follower, epoch)
+            else:
+                await self._stand_by(follower, head, head.leader)
+
+    # Standing by
+
+    async def _register(self) -> None:
+        """Have a lease, and be listed among the servers of the store."""
+        if self._own is not None and not self._own.ended.is_set():
+            return
+        own: Lease = await self._try(lambda deadline: Lease.grant(self._client, LEASE_S, deadline))
+        put = Txn([], [messages.put(self._key, encode(Server(self.url)), own.id)]).encode()
+        await self._try(lambda deadline: self._client.call(Method.TXN, put, deadline))
+        own.keep()
+        self._own = own
+
+    async def _catch_up(self, follower: Follower) -> Head:
+        head: Head = await self._try(follower.catch_up)
+        self._tell(head)
+        if head.lease and (self._store is None or self._store.id != head.lease):
+            self._keep_store(Lease(self._client, head.lease, self._store_s))
+        return head
+
+    async def _stand_by(self, follower: Follower, head: Head, leader: Leader) -> None:
+        """Follow the log until the leader is gone, or something else than the log has changed."""
+        assert self._own is not None
+        self._settled.set()
+        changed = asyncio.Event()
+        layout = self._layout
+
+        def take(answer: WatchAnswer) -> None:
+            for change in answer.changes:
+                if change.key.startswith(layout.entries):
+                    if change.value is not None:
+                        follower.take(layout.index(change.key), change.value)
+                elif not change.key.startswith(layout.snapshots):
+                    changed.set()
+
+        gone = asyncio.ensure_future(leader_gone(_endpoint(leader.url)))
+        following = watch(self._client, layout.prefix, layout.end, head.revision + 1, take)
+        waits = [gone, *map(asyncio.ensure_future, (following, changed.wait(), self._own.ended.wait()))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if gone.done() and not gone.cancelled():
+                log.warning("the leader at %s is gone: its address refuses connections", leader.url)
+                self._dead_epoch = leader.epoch
+            for one in waits[1:2]:
+                if one.done():
+                    with contextlib.suppress(Overtaken):
+                        one.result()
+        finally:
+            for one in waits:
+                one.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
+
+    def _tell(self, head: Head | None, why: str = "", no_quorum: bool = False) -> None:
+        """Have clients told where the leader is."""
+        if head is None:
+            servers = self._told.servers if self._told is not None else []
+            told = Standby("", servers, why, no_quorum)
+        else:
+            leader = head.leader.url if head.leader is not None and head.leader.url != self.url else ""
+            told = Standby(leader, head.servers, "another server leads" if leader else "no server leads yet")
+        self._told = told
+        if self.life.elsewhere:
+            self.life.elsewhere = standby(told)
+
+    async def _try(self, call: Callable[[Deadline], Any]) -> Any:
+        """Make calls until etcd answers, however long that takes, and have clients told meanwhile."""
+        silent_since = 0.0
+        while True:
+            try:
+                return await call(Deadline(CALL_S))
+            except NoQuorum as error:
+                if not silent_since:
+                    silent_since = time.monotonic()
+                    log.warning("cannot reach the log: %s", error)
+                self._tell(None, str(error), True)
+
+    # Taking over
+
+    async def _claim(self, head: Head) -> int:
+        """Try to be the next leader; return the epoch, or 0 where another was faster."""
+        assert self._own is not None
+        layout, epoch = self._layout, head.epoch + 1
+        lease = head.lease or await self._found()
+        if not lease:
+            return 0
+        before = (
+            messages.value_is(layout.epoch, b"%d" % head.epoch) if head.epoch else messages.version_is(layout.epoch, 0)
+        )
+        puts = [
+            messages.put(layout.epoch, b"%d" % epoch, lease),
+            messages.put(layout.leader, encode(Leader(self.url, epoch)), self._own.id),
+        ]
+        txn = Txn([before, messages.value_is(layout.lease, b"%d" % lease)], puts).encode()
+        try:
+            answer = await self._try(lambda deadline: self._client.call(Method.TXN, txn, deadline))
+        except LeaseGone:  # this server's own, or the store's: the next look tells
+            await asyncio.sleep(0)
+            return 0
+        if answers.read_txn(answer.data).succeeded:
+            return epoch
+        found: Head = await self._try(self._reader.head)  # an earlier attempt may have succeeded
+        return epoch if found.leader == Leader(self.url, epoch) else 0
+
+    async def _found(self) -> int:
+        """Begin a store, where there is none: all of it hangs on one lease, which its servers keep."""
+        lease: Lease = await self._try(lambda deadline: Lease.grant(self._client, round(self._store_s), deadline))
+        place = self._layout.lease
+        txn = Txn([messages.version_is(place, 0)], [messages.put(place, b"%d" % lease.id, lease.id)])
+        answer = await self._try(lambda deadline: self._client.call(Method.TXN, txn.encode(), deadline))
+        if not answers.read_txn(answer.data).succeeded and not answer.repeated:
+            await lease.revoke(Deadline(CALL_S))
+            return 0
+        return lease.id
+
+    @property
+    def _store_s(self) -> float:
+        """How long the store outlives its last server."""
+        told_s = self._settings.recovery_s
+        return max(DEFAULT_RECOVERY_S if told_s is None else told_s, 2.0 * LEASE_S)
+
+    def _keep_store(self, lease: Lease) -> None:
+        if self._store is not None:
+            self._store.close()
+        self._store = lease
+        lease.keep()
+
+    # Leading
+
+    async def _lead(self, follower: Follower, epoch: int) -> None:
+        """Read the rest of the log, and serve, until deposed."""
+        head = await self._catch_up(follower)
+        if head.epoch != epoch:
+            raise Deposed(store=self._address.name, epoch=epoch)
+        life, own, store = self.life, self._own, self._store
+        assert own is not None and store is not None
+        failed = asyncio.Event()
+        life.on_failure = failed.set
+        life.storage = EtcdStorage(self._client, self._address, epoch, head.lease, follower.index, follower.log_bytes)
+        await life.begin()
+        life.elsewhere = b""
+        self._settled.set()
+        log.info("leads %s in epoch %d, with a log of %d places", self._address.name, epoch, follower.index)
+        waits = [asyncio.ensure_future(one.wait()) for one in (failed, own.ended, store.ended)]
+        try:
+            while not any(one.done() for one in waits):
+                await asyncio.wait(waits, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                if time.monotonic() - own.reached_at > STEP_DOWN_S:
+                    break
+        finally:
+            for one in waits:
+                one.cancel()
+        self._dead_epoch = epoch
+        if isinstance(life.failed, (Deposed, StoreGone)):
+            raise life.failed
+        if life.failed is not None:
+            raise life.failed
+        if store.ended.is_set():
+            raise StoreGone(store=self._address.name)
+        raise OutOfReach(f"etcd was out of reach for {time.monotonic() - own.reached_at:.1f} s")
+
+
+def _endpoint(url: str) -> net.Endpoint:
+    return net.parse_endpoint(url.removeprefix("tcp://"), 0)
