@@ -99,6 +99,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "redis": lambda: shutil.which("redis-server") is not None,
     "netns": _makes_namespaces,
     "etcd": _has_etcd,
+    "openssl": lambda: shutil.which("openssl") is not None,
     "cgroup": _makes_cgroups,
     "tmpfs": mounts,
     "aio": _kernel_syncs,

@@ -7,9 +7,11 @@ snapshots are opaque bytes here; `rallypoint.core` gives them a meaning.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    import asyncio
 
 __all__ = ["Done", "Storage"]
 
