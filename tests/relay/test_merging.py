@@ -6,6 +6,7 @@ The server is the test itself: it sees what is sent, and answers in the order th
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import pytest
@@ -534,6 +535,42 @@ def test_answers_that_may_be_large_are_asked_for_a_few_at_a_time() -> None:
     table.clients["a"].paused = False
     table.clients["a"].go_on()
     assert table.sends() == [("Peek", keys[-1]), ("Set", K, b"")]
+
+
+def test_answers_that_may_be_large_count_until_they_are_handed_over() -> None:
+    table = Merged()
+    table.ask("a", *[ops.Peek(0, b"/%d" % each) for each in range(9)])
+    assert len(table.sends()) == MAX_LARGE
+    for number in range(1, MAX_LARGE + 1):
+        table.answer(number, b"v")  # and its connection is busy with something else
+    table.clients["a"].go_on()
+    assert not table.sends()
+    assert len(table.hears("a")) == MAX_LARGE
+    assert len(table.sends()) == MAX_LARGE
+
+
+ALONE = [
+    ops.Add(0, N, 1), ops.Set(0, K, b"v"), ops.Await(0, K), ops.Peek(0, K), ops.Draw(0, Q), ops.Ping(7), ops.Drop(0, 0),
+    ops.Check(0, [K]), ops.Wait(0, [K, Q], 1.0), ops.Arrive(0, N, 2), ops.List(0, b""), ops.CompareSet(0, K, b"", b"v"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("wait_brought", [None, b"v", True], ids=["nothing", "a value", "a turn"])
+@pytest.mark.parametrize("op", ALONE, ids=lambda op: type(op).__name__)
+def test_a_call_alone_comes_to_what_any_call_does(op: ops.Op, wait_brought: bytes | bool | None) -> None:
+    seen = []
+    for alone in (True, False):
+        table = Merged()
+        client = table.clients["a"]
+        if wait_brought is not None:
+            client.ask(ops.Await(0, K), 10)
+            table.sends()
+            table.answer(1, wait_brought)
+            table.hears("a")
+        value = client.ask_alone(copy(op), 10) if alone else client.ask(copy(op), 10)
+        answers = table.hears("a") if value is None else [value]
+        seen.append((answers, table.sends(), client.bytes, client.waits_for, table.merger.asked, len(client.calls)))
+    assert seen[0] == seen[1]
 
 
 def test_a_client_says_what_it_waits_for() -> None:

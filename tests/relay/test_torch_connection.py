@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 import logging
 import random
 import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 from tests.core.table import CANCEL, CANCELLED, PING, PONG, TOLD, listed, number, string, wait
@@ -16,8 +19,10 @@ from tests.wire import AMPLE_S, Peer, until
 
 import rallypoint
 from rallypoint.protocol.c10d import Opcode, encode
+from rallypoint.relay.torch_client import MAX_LARGE
+from rallypoint.server.base import RESERVE_BYTES
 
-from .relays import RelayThread
+from .relays import RelayThread, get, relay_process
 
 MIB = 1024 * 1024
 
@@ -244,6 +249,58 @@ def test_a_client_that_reads_nothing_stops_only_itself(relay: RelayThread) -> No
         for _ in range(300):
             assert len(slow.string()) == MIB
         assert slow.read(4) == PONG
+
+
+BIG = [b"/big/%d" % each for each in range(8)]
+HUGE = 4 * MIB
+
+
+def asks_for_all(peer: Peer, times: int) -> None:
+    """Ask for values of 4 MiB, and read none."""
+    peer.send(b"".join(encode(Opcode.GET, key) for key in BIG) * times)
+
+
+@pytest.fixture
+def big(server: rallypoint.Server, cutter: Cutter) -> None:
+    with rallypoint.connect(server.url) as store:
+        for key in BIG:
+            store.set(key.decode()[1:], b"x" * HUGE)
+
+
+def test_large_values_that_are_not_read_take_little_memory(server: rallypoint.Server, big: None) -> None:
+    with relay_process(port_of(server)) as (port, _), Peer(("127.0.0.1", port)) as slow:
+        before = high_water(slow)
+        asks_for_all(slow, 40)
+        with Peer(("127.0.0.1", port)) as quick:
+            for _ in range(2):  # whose answers come behind those that the relay has asked for
+                quick.work(20)
+        assert high_water(slow) - before < 20 * HUGE, "of 320 values a few are held, and copies while they come"
+        for _ in range(320):
+            assert len(slow.string()) == HUGE
+
+
+def high_water(peer: Peer) -> int:
+    """Return the most memory that the process at the other end of a connection has ever used."""
+    statistics = json.loads(get(peer.socket.getpeername(), "/statistics"))
+    status = Path(f"/proc/{statistics['pid']}/status").read_text()
+    return next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmHWM")) * 1024
+
+
+def test_large_values_that_are_not_read_count(server: rallypoint.Server, big: None) -> None:
+    most = RESERVE_BYTES + HUGE
+    with RelayThread(port_of(server), max_memory=1) as relay, contextlib.ExitStack() as stack:
+        relay.connected()
+        first, *others = [stack.enter_context(relay.peer()) for _ in range(6)]
+        asks_for_all(first, 2)
+        held = until(lambda: relay.statistics()["bytes"], lambda held: held > HUGE)
+        assert held < (MAX_LARGE + 2) * HUGE
+        for slow in others:
+            asks_for_all(slow, 2)
+            assert relay.statistics()["bytes"] < most
+        first.rest()  # it has held some the longest, and is dropped
+        assert relay.statistics()["bytes"] < most
+        with relay.peer() as quick:
+            quick.work(20)
 
 
 def test_sets_during_an_outage_wait_and_the_rest_is_not_read(relay: RelayThread, cutter: Cutter) -> None:

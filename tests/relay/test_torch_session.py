@@ -175,6 +175,26 @@ async def test_what_is_asked_meanwhile_is_merged_and_sent_behind_the_welcome() -
         assert requests[1].amount == 4
 
 
+@in_loop
+async def test_an_answer_that_is_not_whole_is_counted() -> None:
+    async with connected() as (upstream, server):
+        session, speaker = TorchSession(upstream), Speaker(server)
+        link = Link(session)
+        await speaker.open()
+        link.ask(ops.Peek(0, K))
+        (request,) = await speaker.requests()
+        answer = frame((request.number, Status.OK, b"v" * 100_000))
+        speaker.says(answer[:60_000])
+        while not upstream.held_bytes:
+            await asyncio.sleep(0)
+        assert upstream.held_bytes == 60_000
+        speaker.says(answer[60_000:])
+        await link.until(lambda: link.answers)
+        assert upstream.held_bytes == 0
+        session.close("the test ends")
+        assert not upstream.holders
+
+
 @pytest.mark.parametrize("identity", [b"server", b"another"])
 @in_loop
 async def test_clients_of_a_session_that_is_unknown_are_disconnected(identity: bytes) -> None:

@@ -213,6 +213,11 @@ class Client:
         """Whether there is more than a little to confirm."""
         return self._unconfirmed >= CONFIRM_EVERY
 
+    @property
+    def held(self) -> int:
+        """How many bytes of an unfinished frame are held."""
+        return self._frames.held
+
     def unanswered(self) -> list[int]:
         """Return the numbers of the requests that wait for an answer."""
         return list(self._open)

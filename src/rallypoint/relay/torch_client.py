@@ -24,7 +24,7 @@ from rallypoint.core import ops
 from rallypoint.relay.merging import WAITS, Merger
 from rallypoint.relay.requests import Call, Request
 
-__all__ = ["MAX_CALLS", "MAX_CALL_BYTES", "VALUE_BYTES", "TorchClient"]
+__all__ = ["MAX_CALLS", "MAX_CALL_BYTES", "MAX_LARGE", "VALUE_BYTES", "TorchClient"]
 
 MAX_CALLS, MAX_CALL_BYTES = 4096, 4 * 1024 * 1024
 """How many calls of a client, and how many bytes of them, may be unanswered before it is not read from."""
@@ -41,7 +41,7 @@ _HOLDS = _REPLACES | {ops.Draw}
 _PLAIN = frozenset(
     (ops.Add, ops.Set, ops.Check, ops.Append, ops.MultiSet, ops.Delete, ops.Push, ops.QueueLen, ops.Count)
 )
-"""Operations that are simply asked: neither do they wait, nor is anything answered here, nor may the answer be large."""
+"""Operations that are simply asked: they do not wait, are not answered here, and their answers are small."""
 
 _ASKED = _PLAIN | {ops.Await}
 """What is asked at once, where the client has asked nothing else and has neither a turn nor a value."""

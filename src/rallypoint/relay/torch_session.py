@@ -95,6 +95,7 @@ class TorchSession:
         self._before = (0, 0)  # calls and requests of sessions that were lost
         self._begin()
         upstream.on_connected(self._connect)
+        upstream.holders.append(self._unfinished)
 
     def _begin(self) -> None:
         core = Client(net.caller_name(), session=secrets.token_bytes(16), namespace=self._namespace)
@@ -123,6 +124,7 @@ class TorchSession:
             return
         self._closed = why
         self._upstream.forget(self._connect)
+        self._upstream.holders.remove(self._unfinished)
         channel, shared = self._channel, self._shared
         if channel is not None and not self._greeting:
             for client in self._clients:
@@ -133,6 +135,10 @@ class TorchSession:
         self._lose(why)
         if channel is not None:
             channel.close()
+
+    def _unfinished(self) -> int:
+        """Return how many bytes of an answer have come that is not whole yet."""
+        return self._shared.core.held
 
     # What connections call
 

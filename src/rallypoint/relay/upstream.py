@@ -60,6 +60,9 @@ class Upstream:
         self.since = time.monotonic()
         """Since when there is a connection, or none."""
 
+        self.holders: list[Callable[[], int]] = []
+        """Each says how many bytes of the server's answers a session holds before they are whole."""
+
         self.traffic = Traffic()
         self.connections = 0
         """How many connections have been made."""
@@ -95,8 +98,9 @@ class Upstream:
 
     @property
     def held_bytes(self) -> int:
-        """How many bytes wait for credit in channels that their owners have closed."""
-        return 0 if self._connection is None else self._connection.unsent
+        """How many bytes wait for credit in channels that their owners have closed, or are answers not yet whole."""
+        unsent = 0 if self._connection is None else self._connection.unsent
+        return unsent + sum(held() for held in self.holders)
 
     def start(self) -> None:
         """Begin to connect."""
