@@ -1,7 +1,8 @@
 """The one connection of a relay to its server, made again whenever it is lost, for as long as the relay lives.
 
 It searches by the rules of every client (`store/route.py`): several addresses in turn, with pauses that grow from
-10 ms to a second and are cut by chance. Who hangs up again and again is called at growing intervals. Where a server
+10 ms to a second and are cut by chance. Who hangs up again and again is called at growing intervals, and one of several
+that hangs is left (`relay/hang_watch.py`). Where a server
 that knows no channels answers, `why` says so, and the search goes on: it may be replaced by one that does.
 
 A channel lives at most as long as the connection that it was opened on: when that is lost, each owner is told once,
@@ -25,6 +26,7 @@ from rallypoint.protocol import BadMessage
 from rallypoint.protocol.channels import ACCEPTED, PREFACE
 from rallypoint.relay.channel import Channel, ChannelOwner
 from rallypoint.relay.channel_connection import ChannelConnection, Traffic
+from rallypoint.relay.hang_watch import until_lost
 from rallypoint.store.route import Cuts, Route, Search
 
 __all__ = ["Channel", "ChannelOwner", "Upstream"]
@@ -162,7 +164,7 @@ class Upstream:
                 return
             self._adopt(connection)
             frames = self.traffic.frames_received
-            await self._lost.wait()
+            await until_lost(self._lost.wait(), connection, self._route, self.traffic)
             if self.traffic.frames_received > frames:  # it was of use
                 self._cuts.in_a_row = 0
             await asyncio.sleep(self._cuts.count(recovers=True))
