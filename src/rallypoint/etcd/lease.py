@@ -9,9 +9,11 @@ Rejected: one stream that stays open. A member that hangs would keep it, and a s
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 
 from rallypoint.deadline import Deadline
+from rallypoint.errors import RallypointError
 from rallypoint.etcd import answers, messages
 from rallypoint.etcd.client import ATTEMPT_S, Client, stream_trouble
 from rallypoint.etcd.messages import Method
@@ -20,6 +22,7 @@ from rallypoint.etcd.rpc import grpc
 __all__ = ["Lease"]
 
 PAUSE_S = 0.1
+LOG_IN_S = 1.0
 
 
 class Lease:
@@ -74,13 +77,20 @@ class Lease:
             await stream.done_writing()
             data = await stream.read()
         except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            endpoint.failed(stream_trouble(error), since)
+            why = stream_trouble(error)
+            endpoint.failed(why, since)
+            if "auth token" in why:
+                with contextlib.suppress(RallypointError):
+                    await self._client.log_in(Deadline(LOG_IN_S))
             return False
         finally:
             stream.cancel()
         if data is grpc.aio.EOF:
             return False
         endpoint.answered()
-        if not answers.read_lease(data)[1]:
+        ttl_s = answers.read_lease(data)[1]
+        if ttl_s:
+            self.ttl_s = ttl_s  # it may have been granted to another
+        else:
             self.ended.set()
         return True

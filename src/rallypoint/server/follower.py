@@ -5,8 +5,10 @@ may read any stretch twice: what it has applied before, it skips.
 
 Whether the leader is there is known from etcd when its lease has ended, some seconds after its machine vanished. Most
 of the time only its process dies, and then its address refuses or resets connections at once: so there is one
-connection to the leader, which carries nothing (`leader_gone`). To take over too early does no harm, for a leader that
-was deposed commits nothing (`storage/etcd.py`); but nobody is to take over because of a network between the two.
+connection to the leader, which carries nothing (`leader_gone`). A leader that answers that it stands by has claimed the
+lead a moment ago, and is about to serve; were it deposed for that, nobody would ever lead. To take over too early does
+no harm, for a leader that was deposed commits nothing (`storage/etcd.py`); but nobody is to take over because of a
+network between the two.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import contextlib
 from rallypoint import net
 from rallypoint.deadline import Deadline
 from rallypoint.protocol import channels
+from rallypoint.protocol.native import STANDBY
 from rallypoint.server.server import StoreServer
 from rallypoint.storage.errors import StoreGone
 from rallypoint.storage.etcd_batch import Assembler
@@ -28,7 +31,7 @@ LOOK_S = 0.5
 """How long to wait before the leader's address is tried again, and how long it may take to answer."""
 
 PAUSE_S = 0.01
-"""How long to wait after the leader hung up: its process may be about to end."""
+"""How long to wait after the leader hung up, or said that it stands by: its process may be about to end, or to lead."""
 
 SLICE_ENTRIES = 16
 """How many places of the log are applied before others have a turn."""
@@ -42,14 +45,20 @@ class Follower:
         """The last place of the log that was taken in."""
 
         self.log_bytes = 0
-        """How much of the log came behind the snapshot."""
+        """How much of the log came behind the snapshot, nearly."""
+
+        self.snapshot_bytes = 0
+        """How large the newest snapshot is."""
 
         self._reader, self._server = reader, server
         self._assembler = Assembler()
-        self._lease = 0
+        self._lease = self._folded = 0
 
     async def catch_up(self, deadline: Deadline) -> Head:
-        """Take in all that was in the log when this was called, at least; return the head of the store."""
+        """Take in all that was in the log when this was called, at least; return the head of the store.
+
+        NoQuorum: one of the calls that it takes had no answer within the time of the deadline.
+        """
         while True:
             with contextlib.suppress(Overtaken):
                 return await self._catch_up(deadline)
@@ -59,10 +68,12 @@ class Follower:
         if self._lease and head.lease != self._lease:
             raise StoreGone(store=self._reader.name)
         self._lease = head.lease
-        if head.snapshot is not None and head.snapshot.index > self.index:
-            self._server.restore(await self._reader.snapshot(head.snapshot, deadline))
-            self.index, self.log_bytes, self._assembler = head.snapshot.index, 0, Assembler()
-        async for index, value in self._reader.entries(self.index, deadline):
+        if head.snapshot is not None and head.snapshot.index > self._folded:
+            if head.snapshot.index > self.index:
+                self._server.restore(await self._reader.snapshot(head.snapshot, deadline.timeout_s))
+                self.index, self._assembler = head.snapshot.index, Assembler()
+            self._folded, self.log_bytes, self.snapshot_bytes = head.snapshot.index, 0, head.snapshot.bytes
+        async for index, value in self._reader.entries(self.index, deadline.timeout_s):
             self.take(index, value)
             if not index % SLICE_ENTRIES:
                 await asyncio.sleep(0)
@@ -81,7 +92,7 @@ class Follower:
 
 
 async def leader_gone(endpoint: net.Endpoint) -> None:
-    """Return when an address refuses connections, or is not the leader's any more; while it is silent, wait."""
+    """Return when an address refuses connections, or is another program's; while it is silent or stands by, wait."""
     while True:
         try:
             reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), LOOK_S)
@@ -94,7 +105,7 @@ async def leader_gone(endpoint: net.Endpoint) -> None:
             net.set_options(writer.get_extra_info("socket"))
             writer.write(channels.PREFACE)
             answer = await asyncio.wait_for(reader.readexactly(len(channels.ACCEPTED)), LOOK_S)
-            if answer != channels.ACCEPTED:
+            if answer not in (channels.ACCEPTED, STANDBY):
                 return
             await reader.read()
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError):

@@ -28,11 +28,11 @@ from typing import Any
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
-from rallypoint.errors import NoQuorum, RallypointError
+from rallypoint.errors import DiskFull, EtcdRefused, NoQuorum, RallypointError, StoreError
 from rallypoint.etcd import answers, messages
 from rallypoint.etcd.address import Address
 from rallypoint.etcd.answers import WatchAnswer
-from rallypoint.etcd.client import Client, LeaseGone
+from rallypoint.etcd.client import Client, LeaseGone, Refusal
 from rallypoint.etcd.lease import Lease
 from rallypoint.etcd.messages import Method, Txn
 from rallypoint.etcd.watch import watch
@@ -56,8 +56,17 @@ LEASE_S = 3
 STEP_DOWN_S = 5.0
 """How long a leader goes on without etcd; others may have taken over after `LEASE_S` and a moment."""
 
+CONFIRM_S = 1.0
+"""How often a leader makes sure that it still is, though nobody asks it anything."""
+
+FULL_S = 1.0
+"""How long to wait before etcd is asked again that has no room."""
+
 REACH_S = 10.0
 """How long etcd may take to answer when the server starts."""
+
+PAUSE_S = 0.1
+"""How long to wait before something is tried again that failed at once."""
 
 CALL_S = 5.0
 """How long to try a call before it is noted that etcd does not answer; the trying goes on."""
@@ -67,7 +76,7 @@ CLOSE_S = 2.0
 
 
 class OutOfReach(Exception):
-    """A leader has not reached etcd for so long that another may lead."""
+    """A leader has not reached etcd for so long that another may lead, or cannot write to it."""
 
 
 class ReplicatedServer:
@@ -172,10 +181,13 @@ class ReplicatedServer:
         if self._own is not None and not self._own.ended.is_set():
             return
         own: Lease = await self._try(lambda deadline: Lease.grant(self._client, LEASE_S, deadline))
-        put = Txn([], [messages.put(self._key, encode(Server(self.url)), own.id)]).encode()
-        await self._try(lambda deadline: self._client.call(Method.TXN, put, deadline))
         own.keep()
         self._own = own
+        put = Txn([], [messages.put(self._key, encode(Server(self.url)), own.id)]).encode()
+        try:
+            await self._try(lambda deadline: self._client.call(Method.TXN, put, deadline))
+        except LeaseGone:  # etcd was silent for so long
+            own.ended.set()
 
     async def _catch_up(self, follower: Follower) -> Head:
         head: Head = await self._try(follower.catch_up)
@@ -204,6 +216,8 @@ class ReplicatedServer:
         waits = [gone, *map(asyncio.ensure_future, (following, changed.wait(), self._own.ended.wait()))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            if waits[1].done():
+                await asyncio.sleep(PAUSE_S)  # what broke its stream may break the next one
             if gone.done() and not gone.cancelled():
                 log.warning("the leader at %s is gone: its address refuses connections", leader.url)
                 self._dead_epoch = leader.epoch
@@ -229,16 +243,27 @@ class ReplicatedServer:
             self.life.elsewhere = standby(told)
 
     async def _try(self, call: Callable[[Deadline], Any]) -> Any:
-        """Make calls until etcd answers, however long that takes, and have clients told meanwhile."""
-        silent_since = 0.0
+        """Make calls until etcd answers, and has room, however long that takes; have clients told meanwhile."""
+        why = ""
         while True:
             try:
                 return await call(Deadline(CALL_S))
             except NoQuorum as error:
-                if not silent_since:
-                    silent_since = time.monotonic()
+                if not why:
                     log.warning("cannot reach the log: %s", error)
-                self._tell(None, str(error), True)
+                why = str(error)
+                self._tell(None, why, True)
+            except LeaseGone:
+                raise
+            except Refusal as refusal:
+                refused = EtcdRefused(store=self._address.name, key=self._address.space, why=refusal.why)
+                if "space exceeded" not in refusal.why:
+                    raise refused from None
+                if not why:
+                    log.warning("cannot take part: %s", refused)
+                why = str(refused)
+                self._tell(None, why)
+                await asyncio.sleep(FULL_S)
 
     # Taking over
 
@@ -260,7 +285,8 @@ class ReplicatedServer:
         try:
             answer = await self._try(lambda deadline: self._client.call(Method.TXN, txn, deadline))
         except LeaseGone:  # this server's own, or the store's: the next look tells
-            await asyncio.sleep(0)
+            self._own.ended.set()
+            await asyncio.sleep(PAUSE_S)
             return 0
         if answers.read_txn(answer.data).succeeded:
             return epoch
@@ -272,9 +298,13 @@ class ReplicatedServer:
         lease: Lease = await self._try(lambda deadline: Lease.grant(self._client, round(self._store_s), deadline))
         place = self._layout.lease
         txn = Txn([messages.version_is(place, 0)], [messages.put(place, b"%d" % lease.id, lease.id)])
-        answer = await self._try(lambda deadline: self._client.call(Method.TXN, txn.encode(), deadline))
+        try:
+            answer = await self._try(lambda deadline: self._client.call(Method.TXN, txn.encode(), deadline))
+        except LeaseGone:
+            return 0
         if not answers.read_txn(answer.data).succeeded and not answer.repeated:
-            await lease.revoke(Deadline(CALL_S))
+            with contextlib.suppress(NoQuorum, Refusal):
+                await lease.revoke(Deadline(CALL_S))
             return 0
         return lease.id
 
@@ -301,17 +331,24 @@ class ReplicatedServer:
         assert own is not None and store is not None
         failed = asyncio.Event()
         life.on_failure = failed.set
-        life.storage = EtcdStorage(self._client, self._address, epoch, head.lease, follower.index, follower.log_bytes)
-        await life.begin()
+        sizes = (follower.index, follower.log_bytes, follower.snapshot_bytes)
+        life.storage = EtcdStorage(self._client, self._address, epoch, head.lease, *sizes)
+        try:
+            await life.begin()
+        except StoreError as error:
+            if not isinstance(error.__cause__, DiskFull):
+                raise
+            raise OutOfReach(str(error)) from None
         life.elsewhere = b""
         self._settled.set()
         log.info("leads %s in epoch %d, with a log of %d places", self._address.name, epoch, follower.index)
         waits = [asyncio.ensure_future(one.wait()) for one in (failed, own.ended, store.ended)]
         try:
             while not any(one.done() for one in waits):
-                await asyncio.wait(waits, timeout=1.0, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waits, timeout=CONFIRM_S, return_when=asyncio.FIRST_COMPLETED)
                 if time.monotonic() - own.reached_at > STEP_DOWN_S:
                     break
+                life.confirmed(lambda: None)  # its clients may all be waiting, for something that another is told
         finally:
             for one in waits:
                 one.cancel()

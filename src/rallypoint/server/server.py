@@ -37,7 +37,7 @@ from rallypoint.server.multiplexed import MultiplexedConnection
 from rallypoint.server.native_connection import NativeConnection
 from rallypoint.server.rounds import Rounds, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
-from rallypoint.storage.errors import Deposed
+from rallypoint.storage.errors import Deposed, StoreGone
 
 __all__ = ["StoreServer"]
 
@@ -169,7 +169,9 @@ class StoreServer(ServerBase):
 
     def _cannot_start(self, error: StoreError) -> None:
         if self._starting is not None:
-            self._starting.set_exception(StoreError(f"cannot start: {error}"))
+            failure = StoreError(f"cannot start: {error}")
+            failure.__cause__ = error
+            self._starting.set_exception(failure)
 
     async def close(self) -> None:
         """Stop listening and reading, answer what was asked, hang up, and write the state down."""
@@ -200,7 +202,7 @@ class StoreServer(ServerBase):
             log.warning("no snapshot was written, so the next start takes longer: %s", error)
 
     def _storage_failed(self, error: BaseException) -> None:
-        if not isinstance(error, Deposed):
+        if not isinstance(error, (Deposed, StoreGone)):
             log.critical("the storage failed, and the server ends: %s", error)
         self.failed = error
         if self._starting is not None and not self._starting.done():
@@ -360,7 +362,9 @@ class StoreServer(ServerBase):
         self.submit(GoOn(namespace.id), cleared)
 
     def sweep(self) -> None:
-        """Take back the turns that nobody used, log bugs, and see to the storage."""
+        """Take back the turns that nobody used, log bugs, and see to the storage; not while another server leads."""
+        if self.elsewhere:
+            return
         self.clock.now()
         for namespace in self.state.namespaces.values():
             self._take_back(namespace.engine.idle_turns())

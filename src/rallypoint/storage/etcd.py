@@ -2,8 +2,9 @@
 
 Every append is a transaction that compares the epoch: once another server leads, nothing more can be appended here,
 and `Deposed` says so, whatever the clocks of the two show. One commit is under way at a time. Where its fate is not
-known (no answer, another member), the same transaction is made again: it writes the same value to the same place, so
-twice is once, and nothing is appended behind it before it is settled.
+known (no answer, another member), the same transaction is made again: it writes to a place that must be free, so twice
+is once, and nothing is appended behind it before it is settled. An attempt that nobody waits for any more may still be
+carried out, by a member that hung: so the place must never be used for anything else, not even when etcd is full.
 
 A read may see what was committed, and a leader that was deposed does not know what is committed. So reads wait for
 `confirm`: the epoch is read, by quorum, after the read was asked for; while it is ours, nobody else has committed.
@@ -21,14 +22,15 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Awaitable, Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from rallypoint.deadline import Deadline
 from rallypoint.errors import DiskFull, NoQuorum
 from rallypoint.etcd import answers, messages
 from rallypoint.etcd.address import Address
-from rallypoint.etcd.client import Client, LeaseGone, Refusal
+from rallypoint.etcd.answers import KV, Result
+from rallypoint.etcd.client import Answer, Client, LeaseGone, Refusal
 from rallypoint.etcd.messages import Method, Txn
 from rallypoint.storage import Done
 from rallypoint.storage.errors import Deposed, StorageFailed, StoreGone
@@ -43,6 +45,9 @@ _log = logging.getLogger("rallypoint.storage")
 SETTLE_S = 5.0
 """How long to try before it is noted that etcd does not answer; the trying goes on."""
 
+FULL_S = 0.5
+"""How long to wait before a full etcd is asked again about an append whose earlier attempts have no answer."""
+
 ENTRY_BYTES = 512
 """What a place of the log costs etcd beside its value; near enough to decide when to compact."""
 
@@ -52,7 +57,16 @@ class EtcdStorage:
 
     confirms = True
 
-    def __init__(self, client: Client, address: Address, epoch: int, lease: int, index: int, log_bytes: int) -> None:
+    def __init__(
+        self,
+        client: Client,
+        address: Address,
+        epoch: int,
+        lease: int,
+        index: int,
+        log_bytes: int = 0,
+        snapshot_bytes: int = 0,
+    ) -> None:
         self.epoch = epoch
         self.index = index
         """The last place of the log that is taken."""
@@ -62,10 +76,11 @@ class EtcdStorage:
 
         self.commits = self.confirmations = self.bytes = 0
         self._client, self._layout, self._lease = client, Layout(address.space), lease
-        self._epoch = b"%d" % epoch
+        self._fence = self._layout.fence(epoch, lease)
+        self._closed = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._settled = index  # up to where all batches are whole
-        self._compactor = EtcdCompactor(address, epoch, lease, log_bytes)
+        self._compactor = EtcdCompactor(address, epoch, lease, log_bytes, snapshot_bytes)
 
     def recover(self) -> tuple[Iterator[bytes] | None, Iterator[bytes]]:
         """Return nothing: whoever takes the lead has followed the log to its end."""
@@ -90,7 +105,8 @@ class EtcdStorage:
         """Do nothing: the log is read by whoever leads next."""
 
     def close(self) -> None:
-        """Give up what is under way."""
+        """Give up what is under way, and begin nothing more: the place of a commit of unknown fate may be taken."""
+        self._closed = True
         self._compactor.close()
         for task in self._tasks:
             task.cancel()
@@ -108,12 +124,15 @@ class EtcdStorage:
 
     # Inside
 
-    def _start(self, work: Awaitable[None], done: Done) -> None:
+    def _start(self, work: Coroutine[Any, Any, None], done: Done) -> None:
+        if self._closed:
+            work.close()
+            return
         task = asyncio.ensure_future(self._tell(work, done))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _tell(self, work: Awaitable[None], done: Done) -> None:
+    async def _tell(self, work: Coroutine[Any, Any, None], done: Done) -> None:
         try:
             await work
         except Exception as error:
@@ -132,41 +151,61 @@ class EtcdStorage:
     async def _append(self, value: bytes) -> None:
         """Write to the next place of the log; return once it is known to be there."""
         key = self._layout.entry(self.index + 1)
-        put = messages.put(key, value, self._lease)
-        txn = Txn([messages.value_is(self._layout.epoch, self._epoch)], [put]).encode()
-        try:
-            data = await self._settle(Method.TXN, txn)
-        except Refusal as refusal:
-            if "space exceeded" not in refusal.why:
-                raise StorageFailed(path=self._client.name, why=refusal.why) from None
-            if not refusal.repeated or not await self._holds(key):
-                raise DiskFull(path=self._client.name, why=refusal.why, number=errno.ENOSPC) from None
-        else:
-            if not answers.read_txn(data).succeeded:
-                raise Deposed(store=self._client.name, epoch=self.epoch)
+        free, put = messages.version_is(key, 0), messages.put(key, value, self._lease)
+        seen = [messages.get(self._layout.epoch), messages.get(key)]
+        result = await self._write(Txn([*self._fence, free], [put], seen))
+        if not result.succeeded:
+            self._check_epoch(result.answers[0].kvs)
+            if [one.value for one in result.answers[1].kvs] != [value]:
+                raise StorageFailed(path=self._client.name, why=f"{key.decode()} is taken")
         self.index += 1
 
-    async def _holds(self, key: bytes) -> bool:
-        return bool(answers.read_range(await self._settle(Method.RANGE, messages.get(key).body)).kvs)
-
-    async def _confirm(self) -> None:
-        found = answers.read_range(await self._settle(Method.RANGE, messages.get(self._layout.epoch).body)).kvs
-        if not found or found[0].value != self._epoch:
-            raise Deposed(store=self._client.name, epoch=self.epoch)
-        self.confirmations += 1
-
-    async def _settle(self, method: str, request: bytes) -> bytes:
-        """Make a call until it is answered, however long that takes: what it comes to must be known."""
+    async def _write(self, txn: Txn) -> Result:
+        """Make the transaction of an append; DiskFull where it is certain that it was not made and will not be."""
+        request, look, repeated = txn.encode(), Txn([], txn.failure).encode(), False
         while True:
             try:
-                answer: Any = await self._client.call(method, request, Deadline(SETTLE_S))
+                return answers.read_txn((await self._settle(Method.TXN, request)).data)
+            except Refusal as refusal:
+                repeated = repeated or refusal.repeated
+                if not repeated:
+                    raise DiskFull(path=self._client.name, why=refusal.why, number=errno.ENOSPC) from None
+            seen = answers.read_txn((await self._settle(Method.TXN, look)).data)
+            self._check_epoch(seen.answers[0].kvs)
+            if seen.answers[1].kvs:
+                return seen._replace(succeeded=False)
+            await asyncio.sleep(FULL_S)
+
+    async def _confirm(self) -> None:
+        answer = await self._settle(Method.RANGE, messages.get(self._layout.epoch).body)
+        self._check_epoch(answers.read_range(answer.data).kvs)
+        self.confirmations += 1
+
+    def _check_epoch(self, found: list[KV]) -> None:
+        if not found or found[0].value != b"%d" % self.epoch or found[0].lease != self._lease:
+            raise Deposed(store=self._client.name, epoch=self.epoch)
+
+    async def _settle(self, method: str, request: bytes) -> Answer:
+        """Make a call until it is answered, however long that takes: what it comes to must be known.
+
+        Refusal: etcd has no room.
+        """
+        repeated = False
+        while True:
+            try:
+                answer = await self._client.call(method, request, Deadline(SETTLE_S))
             except NoQuorum as error:
+                repeated = True
                 if not self.trouble:
                     _log.warning("nothing can be committed at the moment: %s", error)
                 self.trouble = str(error)
             except LeaseGone:
                 raise StoreGone(store=self._client.name) from None
+            except Refusal as refusal:
+                if "space exceeded" not in refusal.why:
+                    raise StorageFailed(path=self._client.name, why=refusal.why) from None
+                refusal.repeated = refusal.repeated or repeated
+                raise
             else:
                 self.trouble = ""
-                data: bytes = answer.data
-                return data
+                return answer

@@ -2,7 +2,9 @@
 
 The child reads all that from etcd itself, and is told what to do on its standard input, for the address may have a
 password in it. Every write of its own compares the epoch of the leader that started it, so one that outlives its leader
-does no harm. A follower that still reads what is deleted begins again with the new snapshot.
+does no harm. The head of a snapshot is written only in place of the one before: a write that comes late, from a member
+that hung, must not bring back a snapshot whose parts are deleted. A follower that still reads what is deleted begins
+again with the new snapshot.
 
 It is due when the log has grown by as much as the last snapshot holds, and by `LEAST_BYTES`. If the child fails, the
 log grows, the reason is logged, and it is tried again after a while.
@@ -19,15 +21,24 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
+from rallypoint.core import entries
+from rallypoint.core.snapshot import read, write
+from rallypoint.core.state import State
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError
+from rallypoint.etcd import answers, messages
 from rallypoint.etcd.address import Address
+from rallypoint.etcd.client import Client
+from rallypoint.etcd.messages import Compare, Method, Op, Txn
+from rallypoint.storage.errors import Deposed
 from rallypoint.storage.etcd_batch import Assembler, pack
 from rallypoint.storage.etcd_layout import Layout, SnapshotHead, encode
+from rallypoint.storage.etcd_reader import Reader
 
 __all__ = ["EtcdCompactor", "Job", "main"]
 
@@ -61,10 +72,9 @@ class Job(msgspec.Struct, frozen=True):
 class EtcdCompactor:
     """Runs at most one child at a time."""
 
-    def __init__(self, address: Address, epoch: int, lease: int, log_bytes: int) -> None:
+    def __init__(self, address: Address, epoch: int, lease: int, log_bytes: int, snapshot_bytes: int = 0) -> None:
         self._address, self._epoch, self._lease = address, epoch, lease
-        self._log_bytes = log_bytes
-        self._snapshot_bytes = 0
+        self._log_bytes, self._snapshot_bytes = log_bytes, snapshot_bytes
         self._task: asyncio.Task[None] | None = None
         self._retry_at = float("-inf")
         self._runs = self._failures = 0
@@ -97,24 +107,34 @@ class EtcdCompactor:
         }
 
     async def _run(self, job: Job, covered: int) -> None:
-        pipe = asyncio.subprocess.PIPE
-        arguments = (sys.executable, "-c", _BOOT, json.dumps(sys.path))
-        child = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe, stderr=pipe)
         try:
-            out, errors = await child.communicate(msgspec.json.encode(job))
-        except asyncio.CancelledError:
-            with contextlib.suppress(ProcessLookupError):
-                child.kill()
-            raise
-        if child.returncode == 0:
+            out, why = await _run_child(msgspec.json.encode(job))
+        except OSError as error:
+            out, why = b"", str(error)
+        if out:
             self._runs += 1
             self._log_bytes -= covered
             self._snapshot_bytes = int(out)
         else:
             self._failures += 1
             self._retry_at = time.monotonic() + RETRY_S
-            why = errors.decode(errors="replace").strip().rpartition("\n")[2]
             _log.warning("the log in %s could not be compacted, and grows: %s", self._address.name, why)
+
+
+async def _run_child(job: bytes) -> tuple[bytes, str]:
+    """Return what the child wrote, or nothing and the reason why it failed."""
+    pipe = asyncio.subprocess.PIPE
+    arguments = (sys.executable, "-c", _BOOT, json.dumps(sys.path))
+    child = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe, stderr=pipe)
+    try:
+        out, errors = await child.communicate(job)
+    except asyncio.CancelledError:
+        with contextlib.suppress(ProcessLookupError):
+            child.kill()
+        raise
+    if child.returncode == 0:
+        return out, ""
+    return b"", errors.decode(errors="replace").strip().rpartition("\n")[2] or f"exit code {child.returncode}"
 
 
 # The child
@@ -131,21 +151,15 @@ def main() -> None:
 
 
 async def _fold(job: Job) -> int:
-    from rallypoint.core import entries
-    from rallypoint.core.snapshot import read, write
-    from rallypoint.core.state import State
-    from rallypoint.etcd.client import Client
-    from rallypoint.storage.etcd_reader import Reader
-
     layout = Layout(job.address.space)
     client = Client(job.address.endpoints, job.address.access, job.address.name)
     reader = Reader(client, layout)
     head = await reader.head(Deadline(CALL_S))
     state, after = State(), 0
     if head.snapshot is not None:
-        state, after = read(await reader.snapshot(head.snapshot, Deadline(CALL_S))), head.snapshot.index
+        state, after = read(await reader.snapshot(head.snapshot, CALL_S)), head.snapshot.index
     assembler = Assembler()
-    async for index, value in reader.entries(after, Deadline(float("inf"))):
+    async for index, value in reader.entries(after, CALL_S):
         if index > job.index:
             break
         for record in assembler.take(value):
@@ -157,7 +171,7 @@ async def _fold(job: Job) -> int:
         for value in pack([chunk]):
             await writer.put(layout.part(job.index, parts), value)
             parts, size = parts + 1, size + len(value)
-    await writer.put(layout.snapshot, encode(SnapshotHead(job.index, parts, size)))
+    await writer.replace_head(head.snapshot, SnapshotHead(job.index, parts, size))
     await writer.delete_before(job.index, after)
     await client.close()
     return size
@@ -166,33 +180,44 @@ async def _fold(job: Job) -> int:
 class _Writer:
     """Writes in the name of the leader, while it leads."""
 
-    def __init__(self, client: Any, layout: Layout, job: Job) -> None:
+    def __init__(self, client: Client, layout: Layout, job: Job) -> None:
         self._client, self._layout, self._job = client, layout, job
 
     async def put(self, key: bytes, value: bytes) -> None:
-        from rallypoint.etcd import messages
-
         await self._do(messages.put(key, value, self._job.lease))
 
-    async def delete_before(self, index: int, after: int) -> None:
-        """Delete what a snapshot covers: the log up to its index, and earlier snapshots."""
-        from rallypoint.etcd import messages
+    async def replace_head(self, old: SnapshotHead | None, new: SnapshotHead) -> None:
+        """Have readers begin with the new snapshot."""
+        key, value = self._layout.snapshot, encode(new)
+        before = messages.version_is(key, 0) if old is None else messages.value_is(key, encode(old))
+        found = await self._do(messages.put(key, value, self._job.lease), [before], [messages.get(key)])
+        if found is not None and [one.value for one in found[0].kvs] != [value]:
+            raise self._deposed()
 
+    async def delete_before(self, index: int, after: int) -> None:
+        """Delete what a snapshot covers: the log up to its index, and earlier snapshots.
+
+        What is before `after` was deleted by earlier ones, but for appends that were made again and came late.
+        """
         layout = self._layout
         await self._do(messages.delete(layout.snapshots, layout.parts(index)))
         for first in range(after + 1, index + 1, DELETED):
             end = layout.entry(min(first + DELETED, index + 1))
-            await self._do(messages.delete(layout.entry(first), end))
+            await self._do(messages.delete(layout.entries, end))
 
-    async def _do(self, op: Any) -> None:
-        from rallypoint.etcd import answers, messages
-        from rallypoint.etcd.messages import Method, Txn
-        from rallypoint.storage.errors import Deposed
-
+    async def _do(self, op: Op, compares: Sequence[Compare] = (), seen: Sequence[Op] = ()) -> list[Any] | None:
+        """Do something while the leader leads; where more is compared and does not hold, return what is seen then."""
         job = self._job
         if os.getppid() != job.parent_pid:
             sys.exit("its server is gone")
-        txn = Txn([messages.value_is(self._layout.epoch, b"%d" % job.epoch)], [op])
-        answer = await self._client.call(Method.TXN, txn.encode(), Deadline(CALL_S))
-        if not answers.read_txn(answer.data).succeeded:
-            raise Deposed(store=job.address.name, epoch=job.epoch)
+        fence = self._layout.fence(job.epoch, job.lease)
+        txn = Txn([*fence, *compares], [op], seen)
+        result = answers.read_txn((await self._client.call(Method.TXN, txn.encode(), Deadline(CALL_S))).data)
+        if result.succeeded:
+            return None
+        if not seen:
+            raise self._deposed()
+        return result.answers
+
+    def _deposed(self) -> RallypointError:
+        return Deposed(store=self._job.address.name, epoch=self._job.epoch)

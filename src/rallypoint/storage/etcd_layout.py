@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import msgspec
 
-from rallypoint.etcd.messages import next_after
+from rallypoint.etcd.messages import Compare, lease_is, next_after, value_is
 
 __all__ = ["Layout", "Leader", "Server", "SnapshotHead", "encode"]
 
@@ -59,6 +59,13 @@ class Layout:
         self.entries = self.prefix + b"log/"
         self.entries_end = next_after(self.entries)
         self.snapshots = self.prefix + b"snapshots/"
+
+    def fence(self, epoch: int, lease: int) -> list[Compare]:
+        """Return the comparisons that hold while this epoch of this store lasts.
+
+        Numbers of epochs begin again when a store has ended and another of its name begins; its lease is another.
+        """
+        return [value_is(self.epoch, b"%d" % epoch), lease_is(self.epoch, lease)]
 
     def entry(self, index: int) -> bytes:
         """Return the key of a place in the log."""

@@ -20,8 +20,11 @@ from rallypoint.storage.etcd_layout import Layout, Leader, Server, SnapshotHead
 
 __all__ = ["Head", "Overtaken", "Reader"]
 
-PAGE = 32
-"""How many places of the log, or parts of a snapshot, are read at a time: some 32 MiB at most."""
+PAGE, MAX_PAGE = 8, 128
+"""How many places of the log, or parts of a snapshot, are read at a time: at first, and where they are small."""
+
+PAGE_BYTES = 1024 * 1024
+"""A page that has less is followed by one of twice as many places."""
 
 
 class Overtaken(Exception):
@@ -65,35 +68,41 @@ class Reader:
             [msgspec.json.decode(one.value, type=Server).url for one in result.answers[4].kvs],
         )
 
-    async def snapshot(self, head: SnapshotHead, deadline: Deadline) -> list[bytes]:
-        """Return the chunks of a snapshot; raise Overtaken where it is not there any more."""
+    async def snapshot(self, head: SnapshotHead, call_s: float) -> list[bytes]:
+        """Return the chunks of a snapshot; raise Overtaken where it is not there any more, NoQuorum as `entries`."""
         chunks: list[bytes] = []
         assembler, count = Assembler(), 0
-        first, end = self._layout.part(head.index, 0), messages.next_after(self._layout.parts(head.index))
-        async for _, value in self._range(first, end, deadline):
+        first, end = (self._layout.part(head.index, number) for number in (0, head.parts))
+        async for _, value in self._range(first, end, call_s):
             chunks += assembler.take(value)
             count += 1
         if count != head.parts:
             raise Overtaken(f"snapshot {head.index} is not whole any more")
         return chunks
 
-    async def entries(self, after: int, deadline: Deadline) -> AsyncIterator[tuple[int, bytes]]:
-        """Yield the places of the log after one, with their values, in order; raise Overtaken at a gap."""
+    async def entries(self, after: int, call_s: float) -> AsyncIterator[tuple[int, bytes]]:
+        """Yield the places of the log after one, with their values, in order; raise Overtaken at a gap.
+
+        NoQuorum: one of the calls that this takes had no answer in its time.
+        """
         expected = after + 1
         first = self._layout.entry(expected)
-        async for key, value in self._range(first, self._layout.entries_end, deadline):
+        async for key, value in self._range(first, self._layout.entries_end, call_s):
             index = self._layout.index(key)
             if index != expected:
                 raise Overtaken(f"place {expected} of the log is not there any more")
             yield index, value
             expected += 1
 
-    async def _range(self, first: bytes, end: bytes, deadline: Deadline) -> AsyncIterator[tuple[bytes, bytes]]:
+    async def _range(self, first: bytes, end: bytes, call_s: float) -> AsyncIterator[tuple[bytes, bytes]]:
+        page = PAGE
         while True:
-            request = messages.get(first, end, limit=PAGE).body
-            found = answers.read_range((await self._client.call(Method.RANGE, request, deadline)).data)
+            request = messages.get(first, end, limit=page).body
+            found = answers.read_range((await self._client.call(Method.RANGE, request, Deadline(call_s))).data)
             for one in found.kvs:
                 yield one.key, one.value
             if len(found.kvs) == found.total:
                 return
             first = found.kvs[-1].key + b"\0"
+            small = sum(len(one.value) for one in found.kvs) < PAGE_BYTES
+            page = min(2 * page, MAX_PAGE) if small else PAGE
