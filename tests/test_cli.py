@@ -237,7 +237,7 @@ def test_an_unmodified_torch_client_gets_in() -> None:
         (["--grace", "soon"], "'soon' is not a valid float"),
         (["--recovery", "5"], "--recovery needs --data-dir"),
         (["--data-dir", "d", "--recovery", "-1"], "-1 is not a number of seconds from 0 to 86400"),
-        (["--data-dir", "d", "--engine", "etcd://h:1/s"], "--data-dir and --engine exclude each other"),
+        (["--data-dir", "d", "--engine", "etcd://h:1/s"], "--data-dir and --storage exclude each other"),
         (["--data-dir", __file__], "is a file"),
         (["--max-connections", "0"], "0 is not in the range"),
         (["--max-sessions", "-1"], "-1 is not in the range"),
@@ -314,3 +314,33 @@ def test_a_signal_ends_it_in_order_and_hangs_up_on_everybody(end: signal.Signals
         assert child.stderr and child.stderr.read() == b""
         with serve("--port", where[1]) as again:
             assert address(again) == where
+
+
+# Storage in etcd
+
+
+def test_the_storage_may_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[Settings] = []
+    monkeypatch.setattr(process, "serve", lambda settings, ready: told.append(settings))
+    url = "etcd://h:1/s?user=ann&password=secret"
+    for options, variable in ((["--storage", url], ""), (["--engine", url], ""), ([], url), ([], "")):
+        assert CliRunner().invoke(main, ["serve", *options], env={"RALLYPOINT_STORAGE": variable}).exit_code == 0
+    assert [each.storage for each in told] == [url, url, url, None]
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "etcd://h:1/s?user=ann&password=secret&colour=red",
+        "etcd://h:1/s?prefix=x&user=ann&password=secret",
+        "etcd://h:1/s?user=ann&password=secret#x",
+        "etcd://h:1/s?user=ann&secret",
+        "etcd://ann:secret@h:1/s",
+        "tcp://h:1?password=secret",
+    ],
+)
+def test_a_password_is_in_no_error_and_no_help(url: str) -> None:
+    result = CliRunner().invoke(main, ["serve", "--port", "0"], env={"RALLYPOINT_STORAGE": url})
+    assert result.exit_code == 1 and "h:1" in result.output and "secret" not in result.output.replace("&secret", "")
+    helped = CliRunner().invoke(main, ["serve", "--help"], env={"RALLYPOINT_STORAGE": url})
+    assert helped.exit_code == 0 and "secret" not in helped.output

@@ -42,6 +42,7 @@ LAYERS = (
     ("net",),
     ("unix_socket",),
     ("supervisor",),
+    ("child",),
     ("spawn",),
     ("etcd",),
     ("storage",),

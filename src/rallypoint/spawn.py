@@ -19,19 +19,19 @@ import json
 import os
 import socket
 import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from rallypoint import net, unix_socket
+from rallypoint.child import start
 from rallypoint.core.limits import LEAST_BYTES, MAX_GRACE_S
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ServerFailed
 from rallypoint.supervisor import Starter, Supervisor, await_ready, stop
 
-__all__ = ["ChildServer", "Server", "start"]
+__all__ = ["ChildServer", "Server"]
 
 STATISTICS_S = 30.0
 """How long a server may take to say what it holds."""
@@ -41,7 +41,6 @@ _left_alone: list[subprocess.Popen[bytes]] = []
 
 _Self = TypeVar("_Self", bound="ChildServer")
 
-_BOOT = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.{} import main; main()"
 _SERVER, _SUPERVISOR = "server.process", "server.supervised"
 
 
@@ -163,7 +162,8 @@ class ChildServer:
 class Server(ChildServer):
     """A store server in a child process that lives until `close`, or until this process ends.
 
-    With `engine`, the URL of a store in etcd, it is a gateway to that: any number of them are one store.
+    With `storage`, the URL of a store in etcd, it is one of the servers of that: one leads, the others stand by
+    (docs/etcd.md); `engine` is the old name of it.
     `port` 0 means a free one; `host` may be several. `url` and `port` say where it is. `max_memory` bounds all that
     clients may make it hold (default 4 GiB), `max_connection_memory` the largest request and answer (256 MiB), both in
     bytes; `grace` is how long a client's session outlives its connection (2 s). Use it as a context manager. With
@@ -181,6 +181,7 @@ class Server(ChildServer):
         port: int = 0,
         *,
         fd: int | None = None,
+        storage: str | None = None,
         engine: str | None = None,
         max_memory: int | None = None,
         max_connection_memory: int | None = None,
@@ -192,15 +193,17 @@ class Server(ChildServer):
     ) -> None:
         deadline = Deadline(start_timeout)
         limits = _limits(grace, max_memory=max_memory, max_connection_memory=max_connection_memory)
-        durable = _durable(data_dir, recovery, engine)
+        storage = _storage(storage, engine)
+        durable = _durable(data_dir, recovery, storage)
+        supervised = data_dir is not None
         life = {"parent_pid": os.getpid()} if outlive is None else {"alone_s": _finite(outlive, "outlive")}
         sockets = [net.adopt(fd)] if fd is not None else net.listen([host] if isinstance(host, str) else host, port)
         super().__init__(
-            _SUPERVISOR if durable and outlive is not None else _SERVER,
-            {"engine": engine, **life, **limits, **durable},
+            _SUPERVISOR if supervised and outlive is not None else _SERVER,
+            {"storage": storage, **life, **limits, **durable},
             sockets,
             deadline,
-            supervised=bool(durable) and outlive is None,
+            supervised=supervised and outlive is None,
             left_alone=outlive is not None,
         )
 
@@ -228,57 +231,27 @@ def _finite(timeout: Timeout, name: str) -> float:
     return found_s
 
 
-def _durable(data_dir: str | os.PathLike[str] | None, recovery: Timeout | None, engine: str | None) -> dict[str, Any]:
+def _storage(storage: str | None, engine: str | None) -> str | None:
+    """Return the URL of the store in etcd, by its new name or its old one."""
+    if storage is not None and engine is not None:
+        raise ValueError("engine is the old name of storage: give one of them")
+    return engine if storage is None else storage
+
+
+def _durable(data_dir: str | os.PathLike[str] | None, recovery: Timeout | None, storage: str | None) -> dict[str, Any]:
     """Check what makes a server durable, and return it as settings."""
-    if data_dir is None:
-        if recovery is not None:
-            raise ValueError("recovery is for a server that has a data_dir: without one it forgets all sessions")
-        return {}
-    if not os.fspath(data_dir):
+    if data_dir is None and storage is None and recovery is not None:
+        raise ValueError("recovery is for a server with data_dir or storage: without one it forgets all sessions")
+    if data_dir is not None and not os.fspath(data_dir):
         raise ValueError("data_dir is empty: name a directory")
-    if engine is not None:
-        raise ValueError("a server has its state in data_dir or in engine, not in both")
-    durable: dict[str, Any] = {"data_dir": os.path.abspath(os.fspath(data_dir))}
+    if data_dir is not None and storage is not None:
+        raise ValueError("a server has its state in data_dir or in storage, not in both")
+    durable: dict[str, Any] = {} if data_dir is None else {"data_dir": os.path.abspath(os.fspath(data_dir))}
     if recovery is not None:
         durable["recovery_s"] = seconds(recovery, "recovery")
         if durable["recovery_s"] > MAX_GRACE_S:
             raise ValueError(f"recovery must be at most {MAX_GRACE_S:g} s, got {durable['recovery_s']:g} s")
     return durable
-
-
-def start(settings: dict[str, Any], quiet: bool, what: str = _SERVER) -> tuple[subprocess.Popen[bytes], int]:
-    """Start the child; return it, and where it will write its URL. One that outlives us must not hold our output."""
-    reader, writer = os.pipe()
-    settings = {**settings, "ready_fd": writer}
-    boot = _BOOT.format(what)
-    command = [sys.executable, "-I", "-c", boot, json.dumps(_module_path()), json.dumps(settings)]
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL if quiet else None,
-            stderr=subprocess.DEVNULL if quiet else None,
-            pass_fds=[*settings["fds"], writer],
-            start_new_session=True,
-        )
-    except BaseException as error:
-        os.close(reader)
-        if isinstance(error, OSError):
-            raise ServerFailed(pid=0, why=f"{sys.executable!r} cannot be run: {error.strerror}") from error
-        raise
-    finally:
-        os.close(writer)
-    return child, reader
-
-
-def _module_path() -> list[str]:
-    """Return where the child finds modules: as here, but the library's own come first and the working directory last.
-
-    With `-I` neither that directory nor the environment can then shadow what the server is made of.
-    """
-    library = os.path.dirname(os.__file__)
-    first = (library, os.path.join(library, "lib-dynload"))
-    return sorted(sys.path, key=lambda entry: (entry not in first) + (entry == ""))
 
 
 def _stop(child: subprocess.Popen[bytes], owner_pid: int) -> None:

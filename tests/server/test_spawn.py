@@ -236,13 +236,13 @@ def test_a_parent_that_dies_at_once_leaves_nothing() -> None:
     # It is killed as soon as the child exists, most likely before that watches its parent.
     code = """
 import os, signal, subprocess
-from rallypoint import Server, spawn
+from rallypoint import Server, child as child_module
 def start(*args, **more):
     child = subprocess.Popen(*args, **more)
     print(child.pid, flush=True)
     os.kill(os.getpid(), signal.SIGKILL)
 class fake: Popen, DEVNULL = staticmethod(start), subprocess.DEVNULL
-spawn.subprocess = fake
+child_module.subprocess = fake
 Server()
 """
     with script(code) as parent:
@@ -289,3 +289,22 @@ def test_ctrl_c_is_the_parents_to_judge() -> None:
         assert read_line(parent) == "judged"
         os.kill(pid, signal.SIGINT)  # even one that is meant for it
         assert serves(port) and b"200" in http(("127.0.0.1", port), b"GET /healthz HTTP/1.0\r\n\r\n")
+
+
+def command_lines(pid: int) -> bytes:
+    """Return the arguments of a process and of all its descendants."""
+    children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return Path(f"/proc/{pid}/cmdline").read_bytes() + b"".join(command_lines(int(child)) for child in children)
+
+
+@pytest.mark.parametrize("outlive", [None, 60])
+def test_its_settings_are_not_among_its_arguments(tmp_path: Path, outlive: float | None) -> None:
+    with rallypoint.Server(data_dir=tmp_path / "secret-place", outlive=outlive) as server:
+        assert (tmp_path / "secret-place").exists()
+        told = command_lines(server.pid)
+        assert b"rallypoint" in told and b"secret-place" not in told
+
+
+def test_settings_that_no_pipe_holds_are_refused() -> None:
+    with pytest.raises(ValueError, match="32768 is the limit"):
+        rallypoint.Server(storage="etcd://127.0.0.1:1/" + 40_000 * "x")

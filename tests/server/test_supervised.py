@@ -92,7 +92,9 @@ def test_without_a_data_directory_death_is_the_end() -> None:
 
 def refusing(path: Path) -> str:
     """A child that says why it does not come up."""
-    says = "import json, os, sys\nos.write(json.loads(sys.argv[5])['ready_fd'], b'! no room\\n')\nsys.exit(1)\n"
+    says = (
+        "import json, os, sys\nos.write(json.loads(sys.stdin.readline())['ready_fd'], b'! no room\\n')\nsys.exit(1)\n"
+    )
     path.write_text(f"#!{sys.executable}\n{says}")
     path.chmod(0o755)
     return str(path)
@@ -299,8 +301,10 @@ def test_who_supervises_ends_and_so_does_the_server(how: str, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recovery": 5}, "recovery is for a server that has a data_dir"),
+        ({"recovery": 5}, "recovery is for a server with data_dir or storage"),
+        ({"data_dir": "d", "storage": "etcd://h:1/s"}, "not in both"),
         ({"data_dir": "d", "engine": "etcd://h:1/s"}, "not in both"),
+        ({"storage": "etcd://h:1/s", "engine": "etcd://h:1/s"}, "give one of them"),
         ({"data_dir": ""}, "data_dir is empty"),
         ({"data_dir": "d", "recovery": -1}, "recovery must not be negative"),
         ({"data_dir": "d", "recovery": 1e6}, "recovery must be at most 86400 s"),
@@ -312,7 +316,7 @@ def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> No
 
 
 def test_the_child_is_told_where_and_for_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shows = f'echo "$5" > {tmp_path}/told; exec {sys.executable} "$@"'
+    shows = f'read -r told; echo "$told" > {tmp_path}/told; exec {sys.executable} "$@" <<END\n$told\nEND'
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", shows))
     monkeypatch.chdir(tmp_path)
     with rallypoint.Server(data_dir="data", recovery=12.5):

@@ -31,7 +31,7 @@ WELL = "ok"
 
 
 def main() -> None:
-    """Run as the child of a `Relay`, told what to do by JSON in the second argument."""
+    """Run as the child of a `Relay`, told what to do by JSON on standard input."""
     run_child(RelaySettings, serve, "relay")
 
 

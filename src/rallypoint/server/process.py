@@ -10,7 +10,7 @@ import contextlib
 import logging
 import os
 import sys
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rallypoint import net
@@ -30,19 +30,16 @@ SWITCH_S = 0.0005
 """How long the event loop may keep the interpreter to itself while the thread of the log waits for it; Python's own
 5 ms are as long as dozens of commits."""
 
-REACH_S = 10.0
-"""How long etcd may take to answer when a gateway starts."""
-
 
 def main() -> None:
-    """Run as the child of a `Server`, told what to do by JSON in the second argument."""
+    """Run as the child of a `Server`, told what to do by JSON on standard input."""
     run_child(Settings, serve, "server")
 
 
 def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -> None:
     """Serve until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once clients get in.
 
-    Raises AddressTaken or ValueError when the sockets or the data directory cannot be had, NoQuorum when the engine is
+    Raises AddressTaken or ValueError when the sockets or the data directory cannot be had, NoQuorum when the storage is
     etcd, and silent, and StorageFailed when the data directory cannot be written to any more.
     """
     settings = limited(settings)
@@ -54,24 +51,11 @@ def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -
 
 
 def _serving(settings: Settings) -> Serving:
-    """Return what makes the server; raise ValueError where its engine cannot be."""
-    if settings.storage is not None:
-        address = _engine(settings.storage)
-        return lambda stop: _replicated_server(settings, address, stop)
-    if settings.engine is None:
+    """Return what makes the server; raise ValueError where its storage cannot be."""
+    if settings.storage is None:
         return lambda stop: _store_server(settings, stop)
-    address = _engine(settings.engine)
-    try:
-        from rallypoint.etcd.space import Space
-    except ModuleNotFoundError as error:
-        why = f"engine {address.name} needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
-        raise ValueError(why) from None
-    from rallypoint.server.gateway import OWN_LEASE_S, Gateway
-
-    def connect() -> Awaitable[Space]:
-        return Space.connect(address, f"gateway {net.caller_name()}", REACH_S, settings.grace_s + OWN_LEASE_S)
-
-    return lambda stop: contextlib.nullcontext(Gateway(settings, connect))
+    address = _address(settings.storage)
+    return lambda stop: _replicated_server(settings, address, stop)
 
 
 @contextlib.contextmanager
@@ -126,8 +110,8 @@ def _usable(directory: str | None, inside: bool = False) -> Iterator[None]:
         raise ValueError(f"cannot use the data directory {directory} (serve --data-dir): {why}") from error
 
 
-def _engine(url: str) -> Address:
+def _address(url: str) -> Address:
     parsed = parse_url(url)
     if parsed.scheme != "etcd" or parsed.prefix:
-        raise ValueError(f"engine {url!r} is not a store in etcd: give etcd://host:2379,host:2379/space")
+        raise ValueError(f"storage {parsed} is not a store in etcd: give etcd://host:2379,host:2379/name")
     return parsed.etcd()

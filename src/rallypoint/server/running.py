@@ -51,10 +51,10 @@ Serving = Callable[[Callable[[], None]], contextlib.AbstractContextManager[Serve
 
 
 def run_child(kind: type[AnySettings], serve: Callable[[AnySettings], None], name: str) -> None:
-    """Serve as a child that is told what to do by JSON in the second argument; say why where it cannot."""
+    """Serve as a child that is told what to do by JSON on its standard input; say why where it cannot."""
     streams.fill()
     logging.basicConfig(format=f"rallypoint {name}: %(message)s", level=logging.WARNING)
-    settings = msgspec.json.decode(sys.argv[2], type=kind)
+    settings = msgspec.json.decode(streams.read_settings(), type=kind)
     try:
         serve(settings)
     except (RallypointError, ValueError, OSError) as error:

@@ -32,9 +32,6 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     url_file: str | None = None
     """A file to write the server's URL to once it listens; removed when it ends."""
 
-    engine: str | None = None
-    """Where the state is: None for this process, or the URL of a store in etcd."""
-
     storage: str | None = None
     """The URL of the store in etcd that this is one of the servers of; None: the store is this server's alone."""
 
@@ -66,7 +63,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Where the state is kept, so that a server which is started again there goes on with it; None: nowhere."""
 
     recovery_s: float | None = None
-    """With that, how long clients try to come back to a server that is gone; None: `DEFAULT_RECOVERY_S`."""
+    """With that, how long clients try to come back to a server that is gone, and with `storage`, how long the store
+    outlives its last server; None: `DEFAULT_RECOVERY_S`."""
 
     max_connections: int | None = None
     """How many may be connected; None: as many as the limit on open files allows, with a few for the server itself."""

@@ -17,9 +17,9 @@ import threading
 from types import FrameType
 
 from rallypoint import net
+from rallypoint.child import start
 from rallypoint.deadline import Deadline
 from rallypoint.server import streams
-from rallypoint.spawn import start
 from rallypoint.supervisor import START_S, WHY_NOT, Supervisor, await_ready
 
 __all__ = ["main"]
@@ -29,10 +29,10 @@ def main() -> None:
     """Start a server, say that it is ready, and start it again when it dies; told what to do as the server is."""
     streams.fill()
     logging.basicConfig(format="rallypoint server: %(message)s", level=logging.WARNING)
-    settings = json.loads(sys.argv[2])
+    settings = json.loads(streams.read_settings())
     ready = settings.pop("ready_fd")
     sockets = [net.adopt(fd) for fd in settings["fds"]]
-    again = functools.partial(start, {**settings, "parent_pid": os.getpid()}, quiet=False)
+    again = functools.partial(start, {**settings, "parent_pid": os.getpid()}, quiet=False, what="server.process")
     first, pipe = again()
     url, why = await_ready(first, pipe, Deadline(START_S))
     with contextlib.suppress(BrokenPipeError):  # whoever waited for it has been killed

@@ -31,7 +31,7 @@ from rallypoint.store.prefix import PrefixStore
 from rallypoint.store.tcp import reach
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
-__all__ = ["StoreURL", "connect", "parse_url"]
+__all__ = ["StoreURL", "connect", "parse_url", "shown_url"]
 
 DEFAULT_PORT = 29400
 
@@ -50,30 +50,33 @@ class StoreURL(NamedTuple):
     timeout_s: float
     options: dict[str, str]
 
+    def __str__(self) -> str:
+        return shown_url(self.text)
+
     def etcd(self) -> Address:
         """Return the address of an etcd:// URL."""
         try:
             return parse_address(self.place, self.path, self.options)
         except ValueError as error:
-            raise ValueError(f"store URL {_shown(self.text)!r}: {error}") from None
+            raise ValueError(f"store URL {shown_url(self.text)!r}: {error}") from None
 
     def endpoint(self) -> net.Endpoint:
         """Return the server of a tcp:// URL, for those to whom only one is of use."""
         first, *others = self.endpoints()
         if others:
             raise ValueError(
-                f"store URL {_shown(self.text)!r}: only one server can be given here, and these are {self.place}"
+                f"store URL {shown_url(self.text)!r}: only one server can be given here, and these are {self.place}"
             )
         return first
 
     def endpoints(self) -> net.Endpoints:
         """Return the servers of a tcp:// URL, in their order."""
         if not self.place or "@" in self.place:
-            raise ValueError(f"store URL {_shown(self.text)!r}: give the server as tcp://host:port")
+            raise ValueError(f"store URL {shown_url(self.text)!r}: give the server as tcp://host:port")
         try:
             return net.parse_endpoints(self.place, DEFAULT_PORT)
         except ValueError as error:
-            raise ValueError(f"store URL {_shown(self.text)!r}: {error}") from None
+            raise ValueError(f"store URL {shown_url(self.text)!r}: {error}") from None
 
 
 def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
@@ -85,14 +88,17 @@ def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
     parts = urlsplit(scheme + slashes + rest[len(place) :])
     if parts.scheme not in ("memory", "file", "tcp", "etcd"):
         known = "there are memory, file, tcp and etcd"
-        raise ValueError(f"store URL {_shown(url)!r}: {parts.scheme!r} is no kind of store; {known}")
-    options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+        raise ValueError(f"store URL {shown_url(url)!r}: {parts.scheme!r} is no kind of store; {known}")
+    try:
+        options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
+    except ValueError:  # which quotes what is wrong, and that may be a password
+        raise ValueError(f"store URL {shown_url(url)!r}: options are name=value, with & in between") from None
     prefix, wait = options.pop("prefix", ""), options.pop("timeout", None)
     known_options = ACCESS_OPTIONS if parts.scheme == "etcd" else ()
     unknown = [*(option for option in options if option not in known_options), *(["#"] if parts.fragment else [])]
     if unknown:
         there_are = ", ".join([*known_options, "prefix and timeout"])
-        raise ValueError(f"store URL {_shown(url)!r}: {unknown[0]!r} is not an option; there are {there_are}")
+        raise ValueError(f"store URL {shown_url(url)!r}: {unknown[0]!r} is not an option; there are {there_are}")
     path = unquote(parts.path)
     if parts.scheme not in ("file", "etcd"):
         prefix = prefix or path.strip("/")
@@ -118,16 +124,16 @@ def connect(url: str, timeout: Timeout | None = None) -> Store:
     return PrefixStore(parsed.prefix, store) if parsed.prefix else store
 
 
-def _shown(url: str) -> str:
-    """Return a URL for people, without its password."""
-    return re.sub(r"([?&]password=)[^&#]*", r"\1…", url)
+def shown_url(url: str) -> str:
+    """Return a URL for people, without its password, wherever that stands."""
+    return re.sub(r"(://[^/?#@]*:)[^/?#@]*@", r"\1…@", re.sub(r"([?&]password=)[^&]*", r"\1…", url))
 
 
 def _timeout(url: str, text: str | None) -> float:
     try:
         return DEFAULT_TIMEOUT_S if text is None else seconds(float(text))
     except ValueError:
-        raise ValueError(f"store URL {_shown(url)!r}: timeout must be seconds, not {text!r}") from None
+        raise ValueError(f"store URL {shown_url(url)!r}: timeout must be seconds, not {text!r}") from None
 
 
 def _memory(name: str, timeout_s: float) -> Store:
@@ -141,7 +147,7 @@ def _memory(name: str, timeout_s: float) -> Store:
 
 def _file(parsed: StoreURL) -> Store:
     if parsed.place not in ("", "localhost") or not parsed.path.strip("/"):
-        raise ValueError(f"store URL {_shown(parsed.text)!r}: a file is given as file:///absolute/path")
+        raise ValueError(f"store URL {shown_url(parsed.text)!r}: a file is given as file:///absolute/path")
     from rallypoint.store.file import FileStore
 
     return FileStore(parsed.path, timeout=parsed.timeout_s)
@@ -155,5 +161,5 @@ def _etcd(parsed: StoreURL) -> Store:
         if error.name != "grpc":
             raise
         why = "etcd:// needs grpcio, which is not installed: pip install 'rallypoint[etcd]'"
-        raise ValueError(f"store URL {_shown(parsed.text)!r}: {why}") from None
+        raise ValueError(f"store URL {shown_url(parsed.text)!r}: {why}") from None
     return EtcdStore.at(address, parsed.timeout_s)
