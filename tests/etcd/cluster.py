@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from http.client import HTTPException
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,13 @@ def fast_flags() -> tuple[str, ...]:
 class Cluster:
     """A running cluster; a context manager. Members are counted from 0.
 
-    `cuttable` sends what members say to each other through a proxy, which `partition` needs. Without a folder it makes
-    one, and removes it.
+    `cuttable` sends what members say to each other through a proxy, which `partition` needs; `flags` are for etcd.
+    Without a folder it makes one, and removes it.
     """
 
-    def __init__(self, folder: Path | None = None, members: int = 3, cuttable: bool = False) -> None:
+    def __init__(
+        self, folder: Path | None = None, members: int = 3, cuttable: bool = False, flags: Sequence[str] = ()
+    ) -> None:
         made = []
         if folder is None:
             folder = Path(tempfile.mkdtemp(prefix="rally-etcd-", dir=MEMORY if MEMORY.is_dir() else None))
@@ -51,7 +53,7 @@ class Cluster:
         self._board = Board(members if cuttable else 0, *made)
         self.cuttable = cuttable
         try:
-            self.local = _Watched(self._tell, folder, flags=fast_flags(), dialled_ports=self._board.ports)
+            self.local = _Watched(self._tell, folder, flags=(*fast_flags(), *flags), dialled_ports=self._board.ports)
             self._cut: set[int] = set()
             self.local.up(members, timeout=AMPLE_S)
             self.url, self.endpoints = self.local.url, self.local.endpoints

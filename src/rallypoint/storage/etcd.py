@@ -22,7 +22,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import logging
-from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from rallypoint.deadline import Deadline
@@ -91,11 +91,12 @@ class EtcdStorage:
 
     def commit(self, records: Sequence[bytes], done: Done, urgent: bool = False) -> None:
         """Append a batch, then call `done`: with None, Deposed, StoreGone, or DiskFull where etcd has no room."""
-        self._start(self._append_all(pack(records)), done)
+        values = pack(records)
+        self._start(lambda: self._append_all(values), done)
 
     def confirm(self, done: Done) -> None:
         """Make sure that no other server has led since this call, then call `done`; with Deposed where one has."""
-        self._start(self._confirm(), done)
+        self._start(self._confirm, done)
 
     def compact_if_due(self) -> bool:
         """Start replacing the log by a snapshot if it has grown enough; return whether it did."""
@@ -124,17 +125,15 @@ class EtcdStorage:
 
     # Inside
 
-    def _start(self, work: Coroutine[Any, Any, None], done: Done) -> None:
-        if self._closed:
-            work.close()
-            return
-        task = asyncio.ensure_future(self._tell(work, done))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+    def _start(self, work: Callable[[], Awaitable[None]], done: Done) -> None:
+        if not self._closed:
+            task = asyncio.ensure_future(self._tell(work, done))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-    async def _tell(self, work: Coroutine[Any, Any, None], done: Done) -> None:
+    async def _tell(self, work: Callable[[], Awaitable[None]], done: Done) -> None:
         try:
-            await work
+            await work()
         except Exception as error:
             done(error)
         else:
