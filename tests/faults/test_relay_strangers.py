@@ -10,6 +10,7 @@ import contextlib
 import os
 import random
 import signal
+import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ from typing import NamedTuple
 
 import pytest
 from tests.faults.test_bad_input import BAD, flood
-from tests.wire import AMPLE_S, MIB, Peer, Relaying, Serving
+from tests.wire import AMPLE_S, MIB, Peer, Relaying, Serving, until
 
 import rallypoint
 from rallypoint.core import ops
@@ -212,15 +213,21 @@ def open_channels(impostor: Peer, count: int) -> None:
 
 @pytest.mark.parametrize("who", ["server", "relay"])
 def test_whoever_is_stopped_for_a_while_is_waited_for(scene: Scene, who: str) -> None:
+    """What is asked while a process does not run at all can have no answer before it goes on."""
     child = getattr(scene, who).child
+    answers: list[int] = []
+    asks = threading.Thread(target=lambda: answers.append(scene.ours.add("while stopped", 1)))
     os.kill(child.pid, signal.SIGSTOP)
     try:
-        done = threading.Thread(target=scene.works)
-        done.start()
-        done.join(2.0)
-        assert done.is_alive(), "it was not needed"
+        until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0], lambda state: state == "T")
+        asks.start()
+        scene.torchs.send(encode(Opcode.ADD, b"/asked while stopped", 1))
+        with pytest.raises(BlockingIOError):
+            scene.torchs.socket.recv(1, socket.MSG_DONTWAIT)
+        assert not answers
     finally:
         os.kill(child.pid, signal.SIGCONT)
-    done.join(AMPLE_S)
-    assert not done.is_alive()
+    assert scene.torchs.number() == 1
+    asks.join(AMPLE_S)
+    assert answers == [1]
     scene.works()
