@@ -23,7 +23,6 @@ import asyncio
 import errno
 import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
-from typing import Any
 
 from rallypoint.deadline import Deadline
 from rallypoint.errors import DiskFull, NoQuorum

@@ -40,7 +40,7 @@ from rallypoint.storage.etcd_batch import Assembler, pack
 from rallypoint.storage.etcd_layout import Layout, SnapshotHead, encode
 from rallypoint.storage.etcd_reader import Reader
 
-__all__ = ["EtcdCompactor", "Job", "main"]
+__all__ = ["EtcdCompactor", "Job", "SnapshotWriter", "main"]
 
 LEAST_BYTES = 32 * 1024 * 1024
 """How much the log must have grown at least."""
@@ -165,7 +165,7 @@ async def _fold(job: Job) -> int:
         for record in assembler.take(value):
             state.apply(entries.decode(record))
             state.outputs.clear()
-    writer = _Writer(client, layout, job)
+    writer = SnapshotWriter(client, layout, job)
     parts = size = 0
     for chunk in write(state):
         for value in pack([chunk]):
@@ -177,8 +177,8 @@ async def _fold(job: Job) -> int:
     return size
 
 
-class _Writer:
-    """Writes in the name of the leader, while it leads."""
+class SnapshotWriter:
+    """Writes a snapshot in the name of the leader, while it leads."""
 
     def __init__(self, client: Client, layout: Layout, job: Job) -> None:
         self._client, self._layout, self._job = client, layout, job

@@ -1,0 +1,252 @@
+"""Compaction of a log in etcd, and followers that read it meanwhile: the state is the same, whatever was deleted.
+
+The child process is the real one. Each follower here is a state that applies what it reads.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterable
+
+import pytest
+from tests.core.logged_state import Server
+from tests.storage.etcd_logs import Book, commit, run
+from tests.wire import AMPLE_S
+
+from rallypoint.core import entries, ops
+from rallypoint.core.snapshot import read, write
+from rallypoint.core.state import State
+from rallypoint.deadline import Deadline
+from rallypoint.etcd import messages
+from rallypoint.etcd.member import ask
+from rallypoint.etcd.watch import watch
+from rallypoint.server.follower import Follower
+from rallypoint.storage import etcd_batch, etcd_compaction
+from rallypoint.storage.errors import Deposed
+from rallypoint.storage.etcd import EtcdStorage
+from rallypoint.storage.etcd_compaction import Job, SnapshotWriter
+from rallypoint.storage.etcd_layout import SnapshotHead
+from rallypoint.storage.etcd_reader import Reader
+
+pytestmark = pytest.mark.needs("etcd")
+
+
+@pytest.fixture(autouse=True)
+def due_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(etcd_compaction, "LEAST_BYTES", 0)
+
+
+class Work:
+    """Changes of a state, as records of a log, and what they come to."""
+
+    def __init__(self) -> None:
+        self._server = Server(sessions=1)
+        self._number = self._logged = 0
+
+    def more(self, count: int = 20, size: int = 10) -> list[bytes]:
+        """Return the records of so many further changes, and at first those with which a log begins."""
+        for _ in range(count):
+            self._number += 1
+            value = (b"%d" % self._number).ljust(size, b".")
+            self._server.ask(1, ops.Set(self._number, b"key %d" % (self._number % 13), value))
+        records, self._logged = self._server.log[self._logged :], len(self._server.log)
+        return records
+
+    @property
+    def state(self) -> list[bytes]:
+        return list(write(self._server.state))
+
+
+class Replica:
+    """What a server does with the log that it follows."""
+
+    def __init__(self) -> None:
+        self._state = State()
+
+    def restore(self, chunks: Iterable[bytes]) -> None:
+        self._state = read(chunks)
+
+    def apply_record(self, record: bytes) -> None:
+        self._state.apply(entries.decode(record))
+        self._state.outputs.clear()
+
+    @property
+    def state(self) -> list[bytes]:
+        return list(write(self._state))
+
+
+async def compact(storage: EtcdStorage) -> dict[str, float]:
+    """Have the log compacted; return the statistics once that is over, well or not."""
+    before = storage.statistics()
+    names = ("compactions", "failed_compactions")
+    while not storage.compact_if_due():  # it is once the log is larger than the last snapshot
+        await commit(storage)
+    while all(storage.statistics()[name] == before[name] for name in names):
+        await asyncio.sleep(0.01)
+    return storage.statistics()
+
+
+async def state_by(reader: Reader) -> list[bytes]:
+    replica = Replica()
+    await Follower(reader, replica).catch_up(Deadline(AMPLE_S))  # type: ignore[arg-type]
+    return replica.state
+
+
+def test_a_compacted_log_comes_to_the_same_state_in_few_keys(etcd_url: str) -> None:
+    async def body() -> None:
+        async with Book(etcd_url) as book:
+            storage, work = await book.lead(), Work()
+            for turn in range(3):
+                await commit(storage, *work.more())
+                await commit(storage, *work.more(3 + 2 * turn, size=etcd_batch.MAX_BYTES))
+                assert await state_by(book.reader) == work.state
+                facts = await compact(storage)
+                assert (facts["compactions"], facts["log_bytes"]) == (turn + 1, 0)
+                assert await book.places() == {}, "what the snapshot covers is deleted"
+                assert await state_by(book.reader) == work.state
+                head = (await book.head()).snapshot
+                (parts,) = await book.do(messages.get(book.layout.snapshots, book.layout.parts(10**15)))
+                assert head is not None and head.index == storage.index
+                assert len(parts.kvs) == head.parts, "earlier snapshots are deleted"
+                assert facts["snapshot_bytes"] == head.bytes == sum(len(one.value) for one in parts.kvs)
+                assert {one.lease for one in parts.kvs} == {(await book.head()).lease}
+
+    run(body())
+
+
+def test_parts_of_a_batch_that_was_never_finished_are_folded_away(etcd_url: str) -> None:
+    async def body() -> None:
+        async with Book(etcd_url) as book:
+            storage, work = await book.lead(), Work()
+            await commit(storage, *work.more())
+            torn = etcd_batch.pack([bytes(2 * etcd_batch.MAX_BYTES)])
+            await book.do(messages.put(book.layout.entry(storage.index + 1), torn[0], (await book.head()).lease))
+            storage = await book.lead()
+            await compact(storage)
+            await commit(storage, *work.more())
+            assert await state_by(book.reader) == work.state
+
+    run(body())
+
+
+def test_the_child_of_a_deposed_leader_changes_nothing(etcd_url: str) -> None:
+    async def body() -> None:
+        async with Book(etcd_url) as book, Book(etcd_url) as other:
+            storage, work = await book.lead(), Work()
+            await commit(storage, *work.more())
+            new = await other.lead()
+            places = await book.places()
+            assert (await compact(storage))["failed_compactions"] == 1
+            assert await book.places() == places
+            assert (await book.head()).snapshot is None
+            (parts,) = await book.do(messages.get(book.layout.snapshots, book.layout.parts(10**15)))
+            assert parts.kvs == []
+            await commit(new, *work.more())
+            assert await state_by(book.reader) == work.state
+
+    run(body())
+
+
+def test_the_head_of_an_earlier_snapshot_does_not_come_back(etcd_url: str) -> None:
+    """A member that hung may carry out a write long after it was made again, and the snapshot replaced."""
+
+    async def body() -> None:
+        async with Book(etcd_url) as book:
+            storage, work = await book.lead(), Work()
+            heads: list[SnapshotHead | None] = [None]
+            for _ in range(2):
+                await commit(storage, *work.more())
+                await compact(storage)
+                heads.append((await book.head()).snapshot)
+            job = Job(book.address, storage.epoch, (await book.head()).lease, storage.index, os.getppid())
+            writer = SnapshotWriter(book.client, book.layout, job)
+            first, last = heads[1], heads[2]
+            assert first is not None and last is not None
+            with pytest.raises(Deposed):
+                await writer.replace_head(None, first)
+            await writer.replace_head(first, last)  # made again, and done before
+            assert (await book.head()).snapshot == last
+            assert await state_by(book.reader) == work.state
+
+    run(body())
+
+
+class Overtaking(Reader):
+    """A reader that is overtaken by a compaction, once, after it has seen the head and before it reads the rest."""
+
+    def __init__(self, book: Book, storage: EtcdStorage, work: Work) -> None:
+        super().__init__(book.client, book.layout)
+        self._storage, self._work = storage, work
+        self.overtaken = 0
+
+    async def _overtake(self) -> None:
+        if not self.overtaken:
+            self.overtaken = 1
+            await commit(self._storage, *self._work.more())
+            await compact(self._storage)
+            await commit(self._storage, *self._work.more())
+
+    async def snapshot(self, head: SnapshotHead, call_s: float) -> list[bytes]:
+        await self._overtake()
+        return await super().snapshot(head, call_s)
+
+    async def entries(self, after: int, call_s: float) -> AsyncIterator[tuple[int, bytes]]:
+        await self._overtake()
+        async for place in super().entries(after, call_s):
+            yield place
+
+
+@pytest.mark.parametrize("compacted", [False, True], ids=["the log", "the snapshot"])
+def test_a_follower_that_is_overtaken_begins_again(etcd_url: str, compacted: bool) -> None:
+    async def body() -> None:
+        async with Book(etcd_url) as book:
+            storage, work = await book.lead(), Work()
+            await commit(storage, *work.more())
+            if compacted:
+                await compact(storage)
+            reader = Overtaking(book, storage, work)
+            assert await state_by(reader) == work.state
+            assert reader.overtaken
+
+    run(body())
+
+
+def test_a_follower_that_was_away_goes_on_behind_the_snapshot(etcd_url: str) -> None:
+    async def body() -> None:
+        async with Book(etcd_url) as book:
+            storage, work, replica = await book.lead(), Work(), Replica()
+            follower = Follower(book.reader, replica)  # type: ignore[arg-type]
+            for away in (0, 1, 2):
+                for _ in range(away):
+                    await commit(storage, *work.more())
+                    await compact(storage)
+                await commit(storage, *work.more())
+                await follower.catch_up(Deadline(AMPLE_S))
+                assert replica.state == work.state
+                assert follower.index == storage.index
+            await compact(storage)  # and one that has it all
+            head = await follower.catch_up(Deadline(AMPLE_S))
+            assert replica.state == work.state
+            assert head.snapshot is not None
+            assert (follower.log_bytes, follower.snapshot_bytes) == (0, head.snapshot.bytes)
+
+    run(body())
+
+
+def test_a_watch_ends_where_etcd_has_compacted_its_history(etcd_cluster, etcd_url: str) -> None:
+    async def body() -> None:
+        async with Book(etcd_url) as book:
+            storage, work = await book.lead(), Work()
+            before = (await book.head()).revision
+            for _ in range(5):
+                await commit(storage, *work.more(1))
+            port, now = next(iter(etcd_cluster)).client_port, (await book.head()).revision
+            await asyncio.to_thread(ask, port, "/v3/kv/compaction", {"revision": str(now)})
+            seen: list[object] = []
+            layout = book.layout
+            why = await watch(book.client, layout.prefix, layout.end, before + 1, seen.append)
+            assert "compacted" in why
+            assert await state_by(book.reader) == work.state
+
+    run(body())
