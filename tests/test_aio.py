@@ -22,7 +22,7 @@ from rallypoint.aio import AsyncStore
 from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
-from rallypoint.store import route, wire
+from rallypoint.store import search, wire
 
 DEADLINE_S = 60
 
@@ -43,7 +43,7 @@ def clean(server: rallypoint.Server) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no address be taken for a silent one because this machine is busy."""
-    monkeypatch.setattr(route, "PATIENCE_S", (DEADLINE_S / 2, DEADLINE_S / 2))
+    monkeypatch.setattr(search, "PATIENCE_S", (DEADLINE_S / 2, DEADLINE_S / 2))
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
@@ -466,7 +466,7 @@ def test_one_that_is_silent_and_one_that_refuses_are_passed_over(monkeypatch: py
                 assert at(store) == ways[1].port
                 assert await store.add("n", 1) == 1
 
-    monkeypatch.setattr(route, "PATIENCE_S", (0.2, 30.0))
+    monkeypatch.setattr(search, "PATIENCE_S", (0.2, 30.0))
     two_ways(main)
 
 

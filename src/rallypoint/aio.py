@@ -27,6 +27,7 @@ from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import (
     ConnectFailed,
     ConnectionLost,
+    NoQuorum,
     QueueEmpty,
     RallypointError,
     ServerRestarted,
@@ -36,12 +37,13 @@ from rallypoint.errors import (
 )
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.client import Client, Reply, error_of
-from rallypoint.protocol.native import ACCEPTED, PREFACE
+from rallypoint.protocol.native import ACCEPTED, PREFACE, STANDBY, read_standby
 from rallypoint.store import outage, peer_check
 from rallypoint.store.base import Change
 from rallypoint.store.outage import Outage, Patience, ServerDown
-from rallypoint.store.route import NO_GATEWAY, Address, Cuts, Route, Search, Unwelcome
-from rallypoint.store.url import parse_url
+from rallypoint.store.route import Address, Cuts, Route
+from rallypoint.store.search import NO_GATEWAY, Search, StandsBy, Unwelcome
+from rallypoint.store.url import StoreURL, parse_url
 from rallypoint.store.view import View, whole_amount
 
 __all__ = ["AsyncStore", "connect"]
@@ -58,15 +60,24 @@ _Self = TypeVar("_Self", bound="AsyncStore")
 async def connect(url: str, timeout: Timeout | None = None) -> AsyncStore:
     """Open a session with the server that a tcp:// URL names, or with the first of several that answers.
 
-    Raises ConnectFailed when nobody answers in time, Unsupported when a plain PyTorch server does.
+    An etcd:// URL names a store in etcd, whose servers are found there, as `EtcdStore` does it. Raises ConnectFailed
+    when nobody answers in time, NoQuorum when etcd does not, Unsupported when a plain PyTorch server does.
     """
     parsed = parse_url(url, timeout)
-    if parsed.scheme != "tcp":
-        raise ValueError(f"store URL {url!r}: asyncio is for tcp://; use rallypoint.connect for the others")
-    session = _Session(Route.of(parsed.endpoints()), parsed.timeout_s)
+    session = _Session(_route(parsed), parsed.timeout_s)
     await session.open(Deadline(parsed.timeout_s))
     session.doubt()
     return AsyncStore(session, b"/" + (f"{parsed.prefix}/".encode() if parsed.prefix else b""), parsed.timeout_s)
+
+
+def _route(parsed: StoreURL) -> Route:
+    if parsed.scheme == "etcd":
+        from rallypoint.store.etcd import route_to
+
+        return route_to(parsed.etcd())
+    if parsed.scheme != "tcp":
+        raise ValueError(f"store URL {str(parsed)!r}: asyncio is for tcp:// and etcd://; use rallypoint.connect")
+    return Route.of(parsed.endpoints())
 
 
 def _why_failed(error: Exception) -> str:
@@ -92,10 +103,22 @@ class _Link(asyncio.Protocol):
             self._session.received(data)
             return
         self._early += data
-        if len(self._early) >= len(ACCEPTED):
+        if self._early.startswith(STANDBY):
+            self._stands_by()
+        elif len(self._early) >= len(ACCEPTED):
             self.greeting.set_result(self._early[: len(ACCEPTED)])
             if rest := self._early[len(ACCEPTED) :]:
                 self._session.received(rest)
+
+    def _stands_by(self) -> None:
+        """Read which server leads, once that is whole."""
+        try:
+            answer = read_standby(self._early)
+        except BadMessage as error:
+            self.greeting.set_exception(error)
+        else:
+            if answer is not None:
+                self.greeting.set_exception(StandsBy(answer))
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._watch is not None:
@@ -118,11 +141,12 @@ class _Limit:
         """End the call if it is time, or look again when it will be."""
         self.lift()
         session = self._session
-        left_s = self._patience.until(session.outage) - time.monotonic()
+        left_s = self._patience.until(session.outage, session.trouble) - time.monotonic()
         if left_s > 0:
             self._timer = asyncio.get_running_loop().call_later(left_s, self.look)
         elif not self._future.done():
-            self._future.set_exception(self._patience.ended(session.peer, self._operation, session.outage))
+            error = self._patience.ended(session.peer, self._operation, session.outage, session.trouble)
+            self._future.set_exception(error)
 
     def lift(self) -> None:
         """Look no more."""
@@ -134,7 +158,7 @@ class _Session:
     """A session with one of our servers, and the connection that carries it now."""
 
     def __init__(self, route: Route, timeout_s: float) -> None:
-        self.peer = str(route.endpoints)
+        self.peer, self.label = route.name, route.label
         self._patience_s = max(timeout_s, LEAST_PATIENCE_S)
         self._route = route
         self._core = Client(net.caller_name())
@@ -168,13 +192,24 @@ class _Session:
                         raise
                     if self.over is not None:  # an attempt that fails at the moment of its cancellation hides that
                         raise asyncio.CancelledError from None
-                    useless, unwelcome = isinstance(error, (BadMessage, ValueError)), isinstance(error, Unwelcome)
-                    search.failed(endpoint, _why_failed(error), useless, unwelcome)
+                    self._failed(search, endpoint, error)
+            if search.wants_look:
+                await asyncio.get_running_loop().run_in_executor(None, search.look)
             if self.outage is not None:
-                self.outage.why = search.why
+                self.outage.why, self.outage.no_quorum = search.why, search.no_quorum
             await asyncio.sleep(search.pause_s())
 
+    def _failed(self, search: Search, endpoint: Address, error: Exception) -> None:
+        """Note what an attempt met."""
+        if isinstance(error, StandsBy):
+            search.stands_by(endpoint, error.answer)
+            return
+        trouble, useless = self._core.trouble, isinstance(error, (BadMessage, ValueError))
+        why, unwelcome = trouble or _why_failed(error), isinstance(error, Unwelcome)
+        search.failed(endpoint, why, useless, unwelcome, no_quorum=bool(trouble))
+
     async def _greet(self, endpoint: Address) -> None:
+        self._core.trouble = ""  # what an earlier one said
         transport, link = await self._route.open(endpoint, lambda: _Link(self))
         try:
             transport.write(PREFACE)
@@ -196,7 +231,7 @@ class _Session:
         except BaseException:
             transport.abort()
             raise
-        self._route.arrived(endpoint, self._core.server)
+        self._route.arrived(endpoint, self._core)
         self._transport, self._link = transport, link
         transport.write(self._core.repeat(time.monotonic()))
         if self.outage is not None:
@@ -206,13 +241,29 @@ class _Session:
     def received(self, data: bytes) -> None:
         """Hand out what came."""
         self._heard = True
+        servers, trouble = self._core.servers, self._core.trouble
         try:
             for reply in self._core.receive(data):
                 self._deliver(reply)
+            if self._core.servers is not servers or self._core.trouble != trouble:
+                self._noticed()
             if self._transport is not None and self.over is None:
                 self._transport.write(self._core.confirm())
         except BadMessage as error:
             self.end(ConnectionLost(peer=self.peer, operation="reading", why=str(error)))
+
+    @property
+    def trouble(self) -> str:
+        """Why the server cannot answer, as it said."""
+        return self._core.trouble
+
+    def _noticed(self) -> None:
+        """Take in what the server has said of itself: calls may have to end sooner than it can answer."""
+        self._route.learn(self._core.servers)
+        for limit in list(self._limits.values()):
+            limit.look()
+        if self._doubting is None and self._link is not None:
+            self.doubt()
 
     def _deliver(self, reply: Reply) -> None:
         """Hand out one reply. That of a call is settled by who awaits it, who may be cancelled before it can."""
@@ -236,7 +287,7 @@ class _Session:
             self._welcome.set_exception(Unwelcome("the server closed it"))
         if link is self._link and self.over is None:
             self._transport = self._link = None
-            self.outage = Outage(self.peer, self._away_s, self._core.number)
+            self.outage = Outage(self.peer, self._away_s, self._core.number, self._core.trouble)
             self._notice()
             self._mending = asyncio.ensure_future(self._mend(self.outage.deadline))
 
@@ -349,14 +400,14 @@ class _Session:
         """Say goodbye and end."""
         if self.over is None and self._transport is not None:
             self._transport.write(self._core.ask(ops.Bye(0)))
-        self.end(StoreClosed(store=f"tcp://{self.peer}"))
+        self.end(StoreClosed(store=self.label))
 
 
 class AsyncStore(View):
     """A store whose calls are awaited; names and meaning are those of `Store`."""
 
     def __init__(self, session: _Session, prefix: bytes, timeout_s: float) -> None:
-        super().__init__(f"tcp://{session.peer}", b"/", prefix, timeout_s)
+        super().__init__(session.label, b"/", prefix, timeout_s)
         self._session = session
 
     async def set(self, key: str, value: str | bytes) -> None:
@@ -487,6 +538,8 @@ class AsyncStore(View):
         try:
             outcome = self._result(await self._session.ask(kind(0, *arguments, wait_s), wait_s or None))
         except ServerDown as down:
+            if down.no_quorum:
+                raise NoQuorum(store=self._label, timeout_s=wait_s, tried=down.no_quorum) from None
             raise self._timed_out(kind.verb, keys, keys, wait_s, down=str(down)) from None
         if isinstance(outcome, TimedOut):
             raise self._timed_out(kind.verb, keys, self._unnamed(outcome.missing), wait_s)

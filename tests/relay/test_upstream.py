@@ -302,7 +302,7 @@ async def test_close_ends_what_is_there_and_connects_no_more() -> None:
 @pytest.mark.parametrize("answer", [b"", channels.ACCEPTED])
 async def test_close_while_it_connects(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """At every turn of an attempt: one that is over at that very moment hides from asyncio that it was cancelled."""
-    monkeypatch.setattr("rallypoint.store.route.backoff_s", lambda times: 0.0)
+    monkeypatch.setattr("rallypoint.store.search.backoff_s", lambda times: 0.0)
     server = FakeServer(answer)
     await server.start()
     endpoints = server.endpoints
@@ -380,7 +380,7 @@ async def test_another_kind_of_server_is_named_and_tried_again(answer: bytes, wh
 
 @in_loop
 async def test_a_silent_server_is_left_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rallypoint.store.route.PATIENCE_S", (0.05, 0.1))
+    monkeypatch.setattr("rallypoint.store.search.PATIENCE_S", (0.05, 0.1))
     silent, server = FakeServer(b""), FakeServer()
     await silent.start()
     await server.start()

@@ -7,10 +7,12 @@ import pytest
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, ConnectionLost
 from rallypoint.net import Endpoint, Endpoints
+from rallypoint.protocol.client import Client
 from rallypoint.server.clock import RETURN_S
-from rallypoint.store import route as route_module
+from rallypoint.store import search as search_module
 from rallypoint.store.relay_address import RelayAddress
-from rallypoint.store.route import GROWTH, LEAST_S, MENDS, PATIENCE_S, PAUSE_S, RESUMING_S, Cuts, Route, Search
+from rallypoint.store.route import GROWTH, MENDS, PAUSE_S, Cuts, Route
+from rallypoint.store.search import LEAST_S, PATIENCE_S, RESUMING_S, Search
 
 A, B, C = (Endpoint(name, 1) for name in "abc")
 
@@ -31,7 +33,7 @@ def tried(search: Search, useless: tuple[Endpoint, ...] = ()) -> list[Endpoint]:
 def test_the_one_where_we_were_is_first() -> None:
     three = route(A, B, C)
     assert three.order() == [A, B, C]
-    three.arrived(B, b"id")
+    three.arrived(B, Client("test", b"id"))
     assert tried(Search(three, Deadline(60))) == [B, C, A]
     three.leave()
     assert three.order() == [C, A, B]
@@ -41,14 +43,14 @@ def test_the_one_where_we_were_is_first() -> None:
 
 def test_one_has_nowhere_else_to_go_and_may_come_back_as_another() -> None:
     one = route(A)
-    one.arrived(A, b"id")
+    one.arrived(A, Client("test", b"id"))
     one.leave()
     assert (one.order(), one.identity, one.peer(A)) == ([A], b"", "a:1")
 
 
 def test_a_copy_begins_where_we_are_and_goes_its_own_way() -> None:
     two = route(A, B)
-    two.arrived(B, b"id")
+    two.arrived(B, Client("test", b"id"))
     copy = two.copy()
     two.leave()
     assert (copy.at, copy.identity, copy.peer(A)) == (B, b"id", "a:1 (one of a:1,b:1)")
@@ -181,9 +183,9 @@ def test_a_relay_is_first_until_the_session_has_moved() -> None:
     by_relay = Route(Endpoints([A, B]), RELAY)
     assert by_relay.relayed and (by_relay.at, by_relay.here) == (A, RELAY) and by_relay.doubted
     assert [address for address, _ in Search(by_relay, Deadline(60)).round()] == [RELAY, A, B]
-    by_relay.arrived(RELAY, b"id")
+    by_relay.arrived(RELAY, Client("test", b"id"))
     assert (by_relay.relayed, by_relay.at, by_relay.identity) == (True, A, b"id")
-    by_relay.arrived(B, b"id")
+    by_relay.arrived(B, Client("test", b"id"))
     assert (by_relay.relayed, by_relay.at, by_relay.here, by_relay.doubted) == (False, B, B, True)
     assert [address for address, _ in Search(by_relay, Deadline(60), resumes=True).round()] == [B, A]
     assert by_relay.copy().relayed, "another session begins at the relay"
@@ -211,13 +213,13 @@ def test_nothing_is_tried_behind_a_relay_that_waits_for_its_server(
         [RELAY],
     ]
     assert search.pause_s() > 0
-    monkeypatch.setattr(route_module, "RELAY_S", 0.0)
+    monkeypatch.setattr(search_module, "RELAY_S", 0.0)
     assert fail(Search(Route(Endpoints([A]), RELAY), Deadline(60), resumes), True) == [RELAY, A]
     assert fail(Search(Route(Endpoints([A]), RELAY), Deadline(0), resumes), True) == [RELAY, A]
 
 
 def test_a_relay_has_half_the_time_at_most() -> None:
-    for resumes, limit_s in ((False, route_module.RELAY_S), (True, RESUMING_S[0])):
+    for resumes, limit_s in ((False, search_module.RELAY_S), (True, RESUMING_S[0])):
         for within_s in (0.0, 1.0, 60.0):
             search = Search(Route(Endpoints([A]), RELAY), Deadline(within_s), resumes)
             _, turn = next(search.round())

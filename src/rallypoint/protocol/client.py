@@ -30,7 +30,7 @@ from rallypoint.errors import (
     Unsupported,
 )
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.native import GARBLED, VERSION, Frames, Hello, Welcome, frame, unpack_length
+from rallypoint.protocol.native import GARBLED, VERSION, Frames, Hello, Notice, Welcome, frame, unpack_length
 
 __all__ = ["Client", "Reply", "Round", "error_of"]
 
@@ -135,6 +135,12 @@ class Client:
         self.recovers = False
         """Whether the server comes back with its sessions when it is restarted."""
 
+        self.servers: list[str] = []
+        """The addresses of all servers of the store, as one of them said last; a new list whenever that changes."""
+
+        self.trouble = ""
+        """Why the server can answer nothing at the moment, where it said so since this connection was made."""
+
         self._frames = Frames(MAX_FRAME_BYTES)
         self.number = 1
         """What the next request will be numbered."""
@@ -149,6 +155,7 @@ class Client:
     def greet(self) -> bytes:
         """Return the hello of a new connection, sent behind the preface; it resumes the session if there is one."""
         self._frames = Frames(MAX_FRAME_BYTES)
+        self.trouble = ""
         self._attempt += 1  # so that a late hello cannot take the session back from a later one
         who = (self._name, self.session, self._pushes_seen, b"", self._former)
         return frame(Hello(VERSION, *who, self._opens, self._attempt, *self._namespace))
@@ -171,6 +178,7 @@ class Client:
             raise ServerRestarted(peer=peer, why="its identity is another, and so is what it stores")
         self.server, self.session, self._opens = welcome.server, welcome.session, False
         self.hosts_objects, self.recovers = welcome.hosts_objects, welcome.recovery_s > 0
+        self.servers = welcome.servers
         if not welcome.kept_watches:
             self._watch_again()
         return max(welcome.grace_s, welcome.recovery_s)
@@ -233,11 +241,16 @@ class Client:
         return frame(Confirm(0, self.number - 1, list(self._open), self._pushes_seen))
 
     def receive(self, data: bytes) -> list[Reply]:
-        """Take what came; return what is in it, in order. Each is to be settled once it was delivered."""
+        """Take what came; return what is in it, in order. Each is to be settled once it was delivered.
+
+        Notices are taken in here: `servers` and `trouble` are what they said.
+        """
         size = len(data)
         if size > 4 and not self._frames.held and unpack_length(data)[0] == size - 4:
-            return [self._read(data[4:])]  # one frame, as nearly all of them come
-        return [self._read(payload) for payload in self._frames.feed(data)]
+            replies = [self._read(data[4:])]  # one frame, as nearly all of them come
+        else:
+            replies = [self._read(payload) for payload in self._frames.feed(data)]
+        return [reply for reply in replies if reply.number or not self._noticed(reply)]
 
     def sole(self, data: bytes, number: int) -> Reply | None:
         """Return the answer to a request, settled, if it is all that came, as it is for a lone caller; else None.
@@ -263,6 +276,17 @@ class Client:
             return _decode(payload)
         except GARBLED as error:
             raise BadMessage(f"the server said what makes no sense: {error}") from None
+
+    def _noticed(self, reply: Reply) -> bool:
+        """Take in a notice; return whether it was one."""
+        if reply.number or reply.status or reply.result.__class__ is not dict:
+            return False
+        try:
+            notice = msgspec.convert(reply.result, Notice)
+        except msgspec.ValidationError as error:
+            raise BadMessage(f"malformed notice from the server: {error}") from None
+        self.servers, self.trouble = notice.servers, notice.trouble
+        return True
 
     def expects(self, reply: Reply) -> bool:
         """Say whether a reply is new; a cut may make answers and pushes come twice."""

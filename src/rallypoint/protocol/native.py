@@ -4,7 +4,8 @@ A connection starts with `PREFACE`, which no other caller sends: to PyTorch's se
 which it answers with the ping's own number, and we know whom we met. Our server answers `ACCEPTED`. Then come frames:
 a 32-bit little-endian length, and msgpack. A request is an operation of `core/ops.py`, `[tag, number, arguments...]`,
 which msgspec checks as a whole while it reads it. An answer is `[number, status, result]`.
-What the server sends unasked is a push: `[0, push number, [watch's request number, revision, key, value or nil]]`.
+What the server sends unasked is a push: `[0, push number, [watch's request number, revision, key, value or nil]]`,
+or, before or behind the welcome, a notice of what has changed about the server itself: `[0, 0, Notice]`.
 
 The first frame is `Hello`, answered by `[0, 0, Welcome]` or `[0, REFUSED, reason]`. Numbers grow by one with each
 request of a session, and many requests may be outstanding; they are answered in any order. After a cut, the client
@@ -19,6 +20,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 from typing import Annotated, Any
 
 import msgspec
@@ -26,19 +28,25 @@ from msgspec import Meta, Struct
 
 from rallypoint.core.limits import MAX_FORMER
 from rallypoint.core.machine import Done
-from rallypoint.core.ops import Operation
+from rallypoint.core.ops import Act, Operation
 from rallypoint.core.records import DONE, Push, Shared, Status, pack
 from rallypoint.protocol import BadMessage, c10d
 
 __all__ = [
     "ACCEPTED",
+    "ACT",
     "GARBLED",
     "PREFACE",
+    "STANDBY",
     "VERSION",
     "Frames",
     "Hello",
+    "Notice",
+    "Servers",
     "SharedReply",
+    "Standby",
     "Welcome",
+    "decode_act",
     "decode_hello",
     "decode_request",
     "encode_answer",
@@ -46,6 +54,8 @@ __all__ = [
     "encode_list_head",
     "frame",
     "misunderstood",
+    "read_standby",
+    "standby",
     "unpack_length",
 ]
 
@@ -55,6 +65,12 @@ PREFACE = c10d.hello(0x594C4152)
 ACCEPTED = b"RLY1"
 """What our server answers to the preface; PyTorch's answers its last four bytes."""
 
+STANDBY = b"RLYS"
+"""What a server answers to either preface that stands by for another; a frame follows, and the connection ends."""
+
+STANDBY_BYTES = 1 << 20
+"""How long that frame may be."""
+
 VERSION = 1
 """The protocol's version, said in `Hello`."""
 
@@ -62,6 +78,10 @@ GARBLED = (ValueError, TypeError, RecursionError)
 """What msgspec raises for bytes that make no sense: its own errors, and Python's for bad text and deep nesting."""
 
 _LENGTH = struct.Struct("<I")
+
+
+Servers = Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=1024)]
+"""Addresses of servers, as URLs."""
 
 
 class Hello(Struct, array_like=True):
@@ -106,13 +126,43 @@ class Welcome(Struct, array_like=True):
     recovery_s: float = 0.0
     """How long a session may outlive the server's absence, where that is longer than the grace."""
 
+    servers: Servers = []
+    """The addresses of all servers of a store that has several; of one that has not, none."""
+
+
+class Notice(Struct):
+    """What is so about the server from now on. It is a map, so that a welcome, an array, is never mistaken for one."""
+
+    servers: Servers = []
+    """The addresses of all servers of the store."""
+
+    trouble: Annotated[str, Meta(max_length=4096)] = ""
+    """Why the server can answer nothing at the moment, for etcd does not answer it; empty: it can."""
+
+
+class Standby(Struct, array_like=True):
+    """Where to go instead: the address of the server that leads (empty: none does), those of all, and why not here."""
+
+    leader: Annotated[str, Meta(max_length=1024)]
+    servers: Servers
+    why: Annotated[str, Meta(max_length=4096)] = ""
+    no_quorum: bool = False
+    """Whether there is no leader because etcd does not answer."""
+
 
 decode_request = msgspec.msgpack.Decoder(Operation).decode
 """Read a request, checking all of it; raise one of `GARBLED` where it makes no sense."""
 
+ACT = b"\x97\x1c"
+"""How an `Act` begins, as our clients encode it."""
+
+decode_act = msgspec.msgpack.Decoder(Act).decode
+"""Read a request that is an `Act`; raise one of `GARBLED` where it is none."""
+
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
 """Read a greeting; raise one of `GARBLED` where it is none."""
 
+_decode_standby = msgspec.msgpack.Decoder(Standby).decode
 _encode = msgspec.msgpack.Encoder().encode
 _pack_length = _LENGTH.pack
 
@@ -123,14 +173,34 @@ def frame(body: Any) -> bytes:
     return _pack_length(len(payload)) + payload
 
 
+def standby(answer: Standby) -> bytes:
+    """Return what a server that stands by answers to a preface."""
+    return STANDBY + frame(answer)
+
+
+def read_standby(data: bytes) -> Standby | None:
+    """Read what a server that stands by answers; None where that is not whole yet. Raises BadMessage."""
+    for payload in Frames(STANDBY_BYTES).feed(data[len(STANDBY) :]):
+        try:
+            return _decode_standby(payload)
+        except GARBLED as error:
+            raise BadMessage(f"malformed answer of a server that stands by: {error}") from None
+    return None
+
+
+@lru_cache(256)
+def _head(number: int, size: int) -> bytes:
+    head = _encode((number, Status.OK, (DONE, None)))[:-1]  # the answer comes last, and nil is one byte
+    return _pack_length(len(head) + size) + head
+
+
 class SharedReply:
     """A reply in two parts: a head with the number of the request, and a body that others get too, of one copy."""
 
     __slots__ = ("body", "head")
 
     def __init__(self, number: int, body: Shared) -> None:
-        head = _encode((number, Status.OK, (DONE, None)))[:-1]  # the answer comes last, and nil is one byte
-        self.head = _pack_length(len(head) + len(body.data)) + head
+        self.head = _head(number, len(body.data))
         self.body = body.data
 
     def __len__(self) -> int:
@@ -145,11 +215,19 @@ def encode_answer(number: int, answer: Any) -> bytes | SharedReply:
     kind = answer.__class__
     if kind in _PLAIN:
         return frame((number, Status.OK, answer))
+    if kind is Done and answer.answer is None:
+        return _nothing(number)
     if kind is Push:
         return frame((0, answer.push, (answer.watch, *answer.event)))
     if kind is Done and answer.answer.__class__ is Shared:
         return SharedReply(number, answer.answer)
     return frame((number, *pack(answer)))
+
+
+@lru_cache(256)
+def _nothing(number: int) -> bytes:
+    """Make the reply to a call that has come true, and brings nothing: many members have it, by about the same number."""
+    return frame((number, Status.OK, (DONE, None)))
 
 
 def encode_items(items: Sequence[Any]) -> bytes:

@@ -1,8 +1,7 @@
 """Where a shared object lives, and how a call on it is carried through.
 
 `host_of(store)` chooses: our server hosts the object itself (one request, answered when it is time), on any other
-store the members host it by compare-and-set (`recipes/storehost.py`), and show that they live by leases where there
-are such, else by counters. `Object.perform` is the one way in which a call is made: ask; while it waits, say why every
+store the members host it by compare-and-set (`recipes/storehost.py`), and show by counters that they live. `Object.perform` is the one way in which a call is made: ask; while it waits, say why every
 few seconds; at the deadline, or when interrupted, take it back, unless it came true at that very moment. `Recipe` is
 what the classes for users have in common.
 """
@@ -20,8 +19,9 @@ from rallypoint import errors
 from rallypoint.core import ops
 from rallypoint.core.machine import Command, Disconnected, Done, Machine, Refused, Undo, Waiting
 from rallypoint.deadline import Deadline
-from rallypoint.errors import MeetingError, MembersMissing, RallypointError
+from rallypoint.errors import MeetingError, MembersMissing, NoQuorum, RallypointError
 from rallypoint.store.base import Store
+from rallypoint.store.outage import WithoutQuorum
 from rallypoint.text import printable
 
 __all__ = ["Host", "Object", "ObjectStatistics", "Progress", "Recipe", "host_of"]
@@ -77,10 +77,6 @@ def host_of(store: Any) -> Host:
     """Return the host of the objects of a store."""
     if isinstance(store, Store) and store._backend.hosts_objects:
         return ServerHost(store)
-    if isinstance(store, Store) and store._backend.keeps_leases:
-        from rallypoint.recipes.leasehost import LeaseHost  # most programs have a server
-
-        return LeaseHost(store)
     from rallypoint.recipes.pulsehost import PulseHost
 
     return PulseHost(store)
@@ -129,9 +125,9 @@ class Object:
     ) -> tuple[int, Any]:
         """Make a call and wait for its answer; return its number and the answer.
 
-        At the deadline it is taken back: raises MembersMissing, unless it came true at that moment. Once it stands by
-        in reserve, it has no deadline any more. One that is interrupted is taken back by `abandon`, if that is another
-        way: nobody is there any more to whom it could have come true.
+        At the deadline it is taken back: raises MembersMissing or NoQuorum, unless it came true at that moment. Once it
+        stands by in reserve, it has no deadline any more. One that is interrupted is taken back by `abandon`, if that
+        is another way: nobody is there any more to whom it could have come true.
         """
         call = call or self.next_call()
         try:
@@ -147,6 +143,8 @@ class Object:
         late = self.act(member, self.next_call(), undo(call), 0.0)
         if isinstance(late, Done) and isinstance(late.answer, list):
             return call, late.answer[0]
+        if isinstance(outcome, WithoutQuorum):
+            raise NoQuorum(store=self._host.label, timeout_s=deadline.timeout_s, tried=outcome.no_quorum)
         raise MembersMissing(
             thing=f"{self.thing} in {self._host.label}",
             member=member,

@@ -205,6 +205,7 @@ class TorchSession:
     def received(self, data: bytes) -> None:
         """Take bytes from the server."""
         shared, channel = self._shared, self._channel
+        servers = shared.core.servers
         touched: dict[TorchClient, None] = {}
         try:
             for reply in shared.core.receive(data):
@@ -219,6 +220,8 @@ class TorchSession:
                         touched[client] = None
         except BadMessage as error:
             self._hang_up(f"malformed reply from the server: {error}")
+        if shared.core.servers is not servers:
+            self._learn()
         for client in touched:
             client.link.deliver()
         if channel is not None and channel is self._channel:
@@ -264,9 +267,15 @@ class TorchSession:
                 channel.close()
             return
         self._welcomed = True
+        self._learn()
         self._absence.over()
         assert self._channel is not None
         self._channel.write(self._shared.repeat(time.monotonic()))
+
+    def _learn(self) -> None:
+        """Take in which servers there are, as the one that we are at has said."""
+        if self._shared.core.servers:
+            self._upstream.learn(self._shared.core.servers)
 
     def _flush(self) -> None:
         """Send requests, as many as may be under way."""

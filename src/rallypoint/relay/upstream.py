@@ -1,6 +1,6 @@
 """The one connection of a relay to its server, made again whenever it is lost, for as long as the relay lives.
 
-It searches by the rules of every client (`store/route.py`): several addresses in turn, with pauses that grow from
+It searches by the rules of every client (`store/search.py`): several addresses in turn, with pauses that grow from
 10 ms to a second and are cut by chance. Who hangs up again and again is called at growing intervals, and one of several
 that hangs is left (`relay/hang_watch.py`). Where a server
 that knows no channels answers, `why` says so, and the search goes on: it may be replaced by one that does.
@@ -17,17 +17,19 @@ import asyncio
 import logging
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.channels import ACCEPTED, PREFACE
+from rallypoint.protocol.native import STANDBY, read_standby
 from rallypoint.relay.channel import Channel, ChannelOwner
 from rallypoint.relay.channel_connection import ChannelConnection, Traffic
 from rallypoint.relay.hang_watch import until_lost
-from rallypoint.store.route import Cuts, Route, Search
+from rallypoint.store.route import Cuts, Look, Route
+from rallypoint.store.search import Search, StandsBy
 
 __all__ = ["Channel", "ChannelOwner", "Upstream"]
 
@@ -50,11 +52,15 @@ CLOSED = "the server closed it"
 
 
 class Upstream:
-    """The connection to the server. Call `start` in the event loop, and `close` at the end."""
+    """The connection to the server. Call `start` in the event loop, and `close` at the end.
 
-    def __init__(self, endpoints: net.Endpoints) -> None:
-        self.peer = str(endpoints)
-        """The server's address, for messages."""
+    Of a store in etcd, `name` is how messages call it, and `look` finds its servers, in a thread.
+    """
+
+    def __init__(self, endpoints: net.Endpoints, name: str = "", look: Look | None = None) -> None:
+        self._route = Route(endpoints, None, name, look)
+        self.peer, self.label = self._route.name, self._route.label
+        """The server's addresses, or the name of the store, for messages; and the same as a URL."""
 
         self.why = "not connected yet"
         """Why there is no connection; "" while there is one."""
@@ -69,7 +75,6 @@ class Upstream:
         self.connections = 0
         """How many connections have been made."""
 
-        self._route = Route(endpoints)
         self._cuts = Cuts(self._route)
         self._connection: ChannelConnection | None = None
         self._callbacks: list[Callable[[], None]] = []
@@ -124,6 +129,10 @@ class Upstream:
             raise ConnectionError(f"not connected to {self.peer}: {self.why}")
         return self._connection.open(owner)
 
+    def learn(self, servers: Iterable[str]) -> None:
+        """Take the addresses of all servers of the store, as one of them said."""
+        self._route.learn(servers)
+
     def on_connected(self, callback: Callable[[], None]) -> None:
         """Call back at every connection that is made; soon, if there is one already."""
         self._callbacks.append(callback)
@@ -138,7 +147,7 @@ class Upstream:
         """Return where it is connected, or why not, and what went over it."""
         traffic = self.traffic
         return {
-            "upstream": f"tcp://{self.peer}",
+            "upstream": self.label,
             "upstream_address": self.address,
             "upstream_connected": self.connected,
             "upstream_why": self.why,
@@ -181,12 +190,17 @@ class Upstream:
                 except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
                     if self._closed:  # an attempt that fails at the moment of its cancellation hides that
                         raise asyncio.CancelledError from None
-                    search.failed(endpoint, _why_failed(error))
+                    if isinstance(error, StandsBy):
+                        search.stands_by(endpoint, error.answer)
+                    else:
+                        search.failed(endpoint, _why_failed(error))
                 else:
                     if not connection.is_closing:
                         self._route.at = endpoint
                         return connection
                     search.failed(endpoint, connection.why or CLOSED)
+            if search.wants_look:
+                await asyncio.get_running_loop().run_in_executor(None, search.look)
             self.why = search.why
             self._say()
             await asyncio.sleep(min(search.pause_s(), PAUSE_S))
@@ -230,6 +244,8 @@ async def _greet(connection: ChannelConnection, endpoint: net.Endpoint) -> None:
         answer = await connection.greeting
         if answer == PREFACE[-len(ACCEPTED) :]:
             raise BadMessage(NO_CHANNELS)
+        if answer.startswith(STANDBY) and (told := read_standby(answer)) is not None:
+            raise StandsBy(told)
         if answer and answer != ACCEPTED:
             raise BadMessage(f"not a store: it answered {answer!r}")
         if not answer or transport.is_closing():

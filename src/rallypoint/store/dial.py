@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import time
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from rallypoint import net
@@ -18,9 +19,10 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectFailed, RallypointError
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.client import Client, Reply
-from rallypoint.protocol.native import ACCEPTED, PREFACE
+from rallypoint.protocol.native import ACCEPTED, PREFACE, STANDBY, Standby, read_standby
 from rallypoint.store.relay_address import RelayAddress
-from rallypoint.store.route import NO_GATEWAY, Address, Route, Search, Unwelcome
+from rallypoint.store.route import Address, Route
+from rallypoint.store.search import NO_GATEWAY, Search, StandsBy, Unwelcome
 
 __all__ = ["Contact", "Dialer", "NotOurs", "answers", "dial"]
 
@@ -61,8 +63,13 @@ class Dialer:
         """What the last round met."""
         return self._search.why
 
+    @property
+    def no_quorum(self) -> Mapping[str, str]:
+        """What it met at each address, where one of them said that etcd has no quorum; else nothing."""
+        return self._search.no_quorum
+
     def pause_s(self) -> float:
-        """Return how long to wait before the next round; raise ConnectFailed where there is to be none."""
+        """Return how long to wait before the next round; raise ConnectFailed or NoQuorum where there is to be none."""
         return self._search.pause_s()
 
     def try_all(self) -> Contact | None:
@@ -83,6 +90,8 @@ class Dialer:
                     raise
                 answer.socket.close()
                 self._search.failed(endpoint, NO_GATEWAY, useless=True)
+            except StandsBy as error:
+                self._search.stands_by(endpoint, error.answer)
             except ConnectFailed as error:
                 self._search.failed(endpoint, error.tried)
             except (BadMessage, ValueError) as error:  # the latter for what is no host name
@@ -90,13 +99,17 @@ class Dialer:
                     raise
                 self._search.failed(endpoint, str(error), useless=True)
             except OSError as error:
-                if isinstance(error, RallypointError):
+                if self._search.ends(endpoint, error):
                     raise
-                self._search.failed(endpoint, error.strerror or str(error))
+                trouble = self._core.trouble
+                self._search.failed(endpoint, trouble or error.strerror or str(error), no_quorum=bool(trouble))
+        if self._search.wants_look:
+            self._search.look()
         return None
 
     def _call(self, endpoint: net.Endpoint, turn: Deadline) -> Contact:
         sock = net.connect(*endpoint, turn, once=self._route.several or bool(self._core.session))
+        self._core.trouble = ""  # what an earlier one said
         try:
             _accept(sock, turn)
             contact = self._greet(sock, self._route.peer(endpoint), turn)
@@ -105,7 +118,7 @@ class Dialer:
         except BaseException:
             sock.close()
             raise
-        self._route.arrived(endpoint, self._core.server)
+        self._route.arrived(endpoint, self._core)
         return contact
 
     def _call_relay(self, relay: RelayAddress, turn: Deadline) -> Contact | None:
@@ -125,9 +138,11 @@ class Dialer:
         except (NotOurs, BadMessage, OSError) as error:
             if self._search.ends(relay, error):
                 raise
-            self._search.failed(relay, str(error) or "not a relay", unwelcome=isinstance(error, Unwelcome))
+            trouble, unwelcome = self._core.trouble, isinstance(error, Unwelcome)
+            why = trouble or str(error) or "not a relay"
+            self._search.failed(relay, why, unwelcome=unwelcome, no_quorum=bool(trouble))
         else:
-            self._route.arrived(relay, self._core.server)
+            self._route.arrived(relay, self._core)
             return contact
         return None
 
@@ -145,7 +160,7 @@ class Dialer:
 
 
 def _accept(sock: socket.socket, deadline: Deadline) -> None:
-    """Say who calls; raise NotOurs where PyTorch's server answers, BadMessage where it is no store."""
+    """Say who calls; raise NotOurs where PyTorch's server answers, StandsBy or BadMessage where none serves."""
     sock.settimeout(max(deadline.remaining(), LEAST_S))
     sock.sendall(PREFACE)
     answer = b""
@@ -153,14 +168,23 @@ def _accept(sock: socket.socket, deadline: Deadline) -> None:
         answer += _some(sock, len(ACCEPTED) - len(answer), deadline)
     if answer == PREFACE[-len(ACCEPTED) :]:
         raise NotOurs(sock)
+    if answer == STANDBY:
+        raise StandsBy(_read_standby(sock, deadline))
     if answer != ACCEPTED:
         raise BadMessage(f"not a store: it answered {answer!r}")
+
+
+def _read_standby(sock: socket.socket, deadline: Deadline) -> Standby:
+    told = STANDBY
+    while (answer := read_standby(told)) is None:
+        told += _some(sock, 65536, deadline)
+    return answer
 
 
 def dial(route: Route, core: Client, lock: Lock, deadline: Deadline) -> Contact:
     """Connect and open a session, trying again until the deadline.
 
-    Raises ConnectFailed, NotOurs (from a single address), or what ends the session for good.
+    Raises ConnectFailed, NoQuorum, NotOurs (from a single address), or what ends the session for good.
     """
     dialer = Dialer(route, core, lock, deadline)
     while (contact := dialer.try_all()) is None:

@@ -4,7 +4,12 @@ A connection that is cut is made again, and a session that is back within `DOWN_
 that the server is *down*. The log says so once, and once when it is back. A call that waits then ends when its own time
 is over, with a time-out that says so, for no server will say it. A call that is answered at once waits as long as for
 any answer, and ends with ConnectionLost. The session itself goes on trying until the server's welcome says that it is
-over, whatever becomes of its calls. The blocking client and the asyncio one share these rules; who connects is theirs.
+over, whatever becomes of its calls.
+
+A server may also be there and unable to answer, for etcd has no quorum. It says so (`trouble`), or servers that stand
+by do (`no_quorum`). Calls then end when their own time is over, too, with `NoQuorum`.
+
+The blocking client and the asyncio one share these rules; who connects is theirs.
 
 Rejected: to let a call of no time end at the very cut. A poll would fail whenever a connection is moved.
 """
@@ -14,12 +19,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
+from rallypoint.core.machine import Disconnected
 from rallypoint.deadline import Deadline
-from rallypoint.errors import ConnectionLost, RallypointError
+from rallypoint.errors import ConnectionLost, NoQuorum, RallypointError
 
-__all__ = ["DOWN_S", "Outage", "Patience", "ServerDown", "shown_by"]
+__all__ = ["DOWN_S", "Outage", "Patience", "ServerDown", "WithoutQuorum", "shown_by"]
 
 log = logging.getLogger("rallypoint.client")
 
@@ -33,14 +39,23 @@ BRIEF_S = 1.0
 class ServerDown(RallypointError):
     """A call's own time is over while the server is down, or reads nothing: callers inside make a time-out of it.
 
-    Requests from the number `unsent_from` on were sent to nobody; whoever knows the number sets `sent`.
+    Requests from the number `unsent_from` on were sent to nobody; whoever knows the number sets `sent`. Where etcd has
+    no quorum, `no_quorum` has what was tried.
     """
 
-    unsent_from: int
+    unsent_from: float
     sent: bool
+    no_quorum: Mapping[str, str]
 
-    def __init__(self, words: str, unsent_from: int) -> None:
-        super().__init__(words, unsent_from=unsent_from, sent=True)
+    def __init__(self, words: str, unsent_from: float, no_quorum: Mapping[str, str] | None = None) -> None:
+        super().__init__(words, unsent_from=unsent_from, sent=True, no_quorum=no_quorum or {})
+
+
+class WithoutQuorum(Disconnected):
+    """Why a call on a shared object waits as far as its client knows: etcd has no quorum."""
+
+    no_quorum: Mapping[str, str]
+    """What was tried."""
 
 
 class Patience(Deadline):
@@ -60,24 +75,31 @@ class Patience(Deadline):
         why = "not sent: the server has not read all of an earlier request yet"
         return ServerDown(why, 0) if waits else ConnectionLost(peer=peer, operation=operation, why=why)
 
-    def until(self, outage: Outage | None) -> float:
+    def until(self, outage: Outage | None, trouble: str = "") -> float:
         """Return when the call gives up, as things are now."""
-        return self.own_at if outage is not None and outage.down else self.at
+        return self.own_at if (trouble if outage is None else outage.down) else self.at
 
-    def ended(self, peer: str, operation: str, outage: Outage | None) -> ConnectionLost | ServerDown:
+    def ended(
+        self, peer: str, operation: str, outage: Outage | None, trouble: str = ""
+    ) -> ConnectionLost | ServerDown | NoQuorum:
         """Return what ends a call that gives up."""
         why = f"no answer within {self.timeout_s:g} s"
+        no_quorum = outage.no_quorum if outage is not None else {peer: trouble} if trouble else {}
         if outage is not None and outage.down:
             if self.own_at < self.at:
-                return ServerDown(outage.words(), outage.unsent_from)
+                return ServerDown(outage.words(), outage.unsent_from, no_quorum)
             why = f"{why}, and whether it was carried out is not known: {outage.words()}"
+        elif no_quorum and self.own_at < self.at:
+            return ServerDown(f"the server at {peer} cannot answer: {trouble}", float("inf"), no_quorum)
+        if no_quorum:
+            return NoQuorum(store=f"tcp://{peer}", timeout_s=self.timeout_s, tried=no_quorum)
         return ConnectionLost(peer=peer, operation=operation, why=why)
 
 
 class Outage:
     """One absence of a server, from a cut on. Requests from the number `unsent_from` on were sent to nobody."""
 
-    def __init__(self, peer: str, patience_s: float, unsent_from: int) -> None:
+    def __init__(self, peer: str, patience_s: float, unsent_from: int, trouble: str = "") -> None:
         self.deadline = Deadline(patience_s)
         """When the session is lost."""
 
@@ -87,6 +109,9 @@ class Outage:
 
         self.why = ""
         """What the last attempt to connect met."""
+
+        self.no_quorum: Mapping[str, str] = {peer: trouble} if trouble else {}
+        """What it met at each address, where one of them said that etcd has no quorum; else nothing."""
 
         self._peer = peer
         self._began_at = time.monotonic()

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Mapping
 from typing import Protocol
 
 from rallypoint.store.dial import Contact, Dialer
@@ -35,8 +36,8 @@ class Reconnected(Protocol):
     def resume(self, contact: Contact) -> bool:
         """Go on with a new connection, and let others read; return False where that is lost, too."""
 
-    def met(self, why: str) -> None:
-        """Note why an attempt failed."""
+    def met(self, why: str, no_quorum: Mapping[str, str]) -> None:
+        """Note why an attempt failed; what it met at each address, where one said that etcd has no quorum."""
 
     def give_up(self, error: Exception) -> None:
         """End the session."""
@@ -82,7 +83,7 @@ def _attempt(reference: weakref.ref[Reconnected], dialer: Dialer) -> float | Non
             return None
         if contact is not None and lost.resume(contact):
             return None
-        lost.met(dialer.why)
+        lost.met(dialer.why, dialer.no_quorum)
         return dialer.pause_s()
     except Exception as error:  # also a bug: nobody else would ever let the callers go
         lost = reference()

@@ -15,7 +15,7 @@ from rallypoint.core.machine import Disconnected, Done, Refused, Undo, Waiting
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.store.base import Backend, Feed
-from rallypoint.store.outage import ServerDown
+from rallypoint.store.outage import ServerDown, WithoutQuorum
 from rallypoint.store.route import Route
 from rallypoint.store.wire import UNHEARD, Wire
 
@@ -111,7 +111,7 @@ class SessionBackend(Backend):
         except ServerDown as down:
             if call in self._calls:  # it may have been undone by another thread
                 self._calls[call] = known or down.sent
-            return Disconnected(str(down))
+            return _disconnected(down)
         if not isinstance(outcome, Waiting):
             self._calls.pop(call, None)
         return outcome
@@ -148,6 +148,15 @@ class SessionBackend(Backend):
 
     def close(self) -> None:
         self._wire.close()
+
+
+def _disconnected(down: ServerDown) -> Disconnected:
+    """Return why a call on a shared object waits while the server is down."""
+    if not down.no_quorum:
+        return Disconnected(str(down))
+    waiting = WithoutQuorum(str(down))
+    waiting.no_quorum = down.no_quorum
+    return waiting
 
 
 def _wait_s(op: Any) -> float | None:

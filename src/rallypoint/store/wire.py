@@ -35,7 +35,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rallypoint import net
@@ -45,6 +45,7 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import (
     ConnectFailed,
     ConnectionLost,
+    NoQuorum,
     RallypointError,
     ServerRestarted,
     SessionLost,
@@ -97,8 +98,7 @@ class Wire:
     """A session with one of our servers, and the connection that carries it now; for many threads, and after a fork."""
 
     def __init__(self, route: Route, timeout_s: float) -> None:
-        self._peer = str(route.endpoints)
-        self.label = f"tcp://{self._peer}"
+        self._peer, self.label = route.name, route.label
         self.beat_s = float("inf")
         """How often the heart of this process must beat, for the sake of its leases."""
 
@@ -158,6 +158,8 @@ class Wire:
         except ServerDown as down:
             if left:
                 raise
+            if left is None and down.no_quorum:
+                raise NoQuorum(store=self.label, timeout_s=wait_s or 0.0, tried=down.no_quorum) from None
             return TimedOut((), str(down))
         finally:
             if self._reader is token:
@@ -532,8 +534,9 @@ class Wire:
             if self._over is not None:
                 raise _again(self._over)
             outage = self._outage
-            if time.monotonic() >= patience.until(outage):
-                raise patience.ended(self._peer, operation, outage)
+            trouble = self._core.trouble
+            if time.monotonic() >= patience.until(outage, trouble):
+                raise patience.ended(self._peer, operation, outage, trouble)
             with self._reading() as reads:
                 if reads:
                     self._read(slot, patience)
@@ -554,7 +557,7 @@ class Wire:
                 slot.bell.acquire()
         try:
             if not slot.answers and self._reader is not None:
-                slot.wait(max(0.0, patience.until(self._outage) - time.monotonic()))
+                slot.wait(max(0.0, patience.until(self._outage, self._core.trouble) - time.monotonic()))
         finally:
             slot.waiting = False
 
@@ -573,8 +576,9 @@ class Wire:
         ear = self._ear
         try:
             while not slot.answers and self._over is None:
-                data = ear.hear(patience.remaining())
-                if self._took(ear, data) or (data is None and patience.expired()):
+                left_s = patience.until(None, self._core.trouble) - time.monotonic()
+                data = ear.hear(max(left_s, 0.0))
+                if self._took(ear, data) or (data is None and left_s <= 0.0):
                     return
         except BaseException:
             if ear is self._ear:
@@ -614,11 +618,15 @@ class Wire:
 
     def _hand_out(self, data: bytes) -> None:
         """Deliver what came."""
+        core = self._core
+        servers, trouble = core.servers, core.trouble
         try:
             with self._lock:
-                replies = self._core.receive(data)
+                replies = core.receive(data)
                 for reply in replies:
                     self._deliver(reply)
+                if core.servers is not servers or core.trouble != trouble:
+                    self._noticed()
             if replies and not replies[-1].number:
                 self._confirm()
         except BadMessage as error:
@@ -638,6 +646,12 @@ class Wire:
             pass
         finally:
             self._sender.release()
+
+    def _noticed(self) -> None:
+        """Take in what the server has said of itself, the lock being held: calls may have to end sooner."""
+        self._route.learn(self._core.servers)
+        for slot in list(self._slots.values()):
+            slot.ring()
 
     def _deliver(self, reply: Reply) -> None:
         if not self._core.expects(reply):
@@ -680,7 +694,7 @@ class Wire:
             self._ear.socket.shutdown(socket.SHUT_RDWR)  # wakes whoever sends there
         with self._sender:
             self._ear.socket.close()
-            outage = self._outage = Outage(self._peer, self._away_s, self._core.number)
+            outage = self._outage = Outage(self._peer, self._away_s, self._core.number, self._core.trouble)
         try:
             pause_s = self._cuts.count(self._core.recovers)
         except ConnectionLost as error:
@@ -688,10 +702,10 @@ class Wire:
             return None
         return Dialer(self._route, self._core, self._lock, outage.deadline), pause_s
 
-    def met(self, why: str) -> None:
-        """Note why an attempt failed."""
+    def met(self, why: str, no_quorum: Mapping[str, str]) -> None:
+        """Note why an attempt failed; what it met at each address, where one said that etcd has no quorum."""
         if self._outage is not None:
-            self._outage.why = why
+            self._outage.why, self._outage.no_quorum = why, no_quorum
 
     def resume(self, contact: Contact) -> bool:
         """Repeat on a new connection what was not answered, and let the callers go on; return False if it is lost."""
