@@ -38,6 +38,7 @@ from rallypoint.protocol.channels import (
     split_shared,
     unpack_head,
 )
+from rallypoint.protocol.native import STANDBY, read_standby
 from rallypoint.relay.channel import Channel, ChannelOwner
 
 __all__ = ["ChannelConnection", "Traffic"]
@@ -162,6 +163,9 @@ class ChannelConnection(asyncio.Protocol):
         if not self.greeting.done():
             self._early += data
             size = len(ACCEPTED)
+            if self._early.startswith(STANDBY):
+                self._stands_by()
+                return
             if len(self._early) < size:
                 return
             self.greeting.set_result(self._early[:size])
@@ -182,6 +186,16 @@ class ChannelConnection(asyncio.Protocol):
                     return
         except BadMessage as error:
             self.abort(f"it broke the protocol: {error}")
+
+    def _stands_by(self) -> None:
+        """Let the greeting be the whole answer of a server that stands by."""
+        try:
+            whole = read_standby(self._early) is not None
+        except BadMessage as error:
+            self.abort(str(error))
+        else:
+            if whole:
+                self.greeting.set_result(self._early)
 
     def _sole(self, data: bytes) -> Channel | None:
         """Return the channel that all of this is for, if it is one whole frame of data, as it often is."""

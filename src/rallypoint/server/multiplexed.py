@@ -37,6 +37,7 @@ from rallypoint.server.channel import Channel
 
 if TYPE_CHECKING:
     from rallypoint.server.connection import Connection
+    from rallypoint.server.native_connection import NativeConnection
     from rallypoint.server.server import StoreServer
 
 __all__ = ["MAX_CHANNELS", "MultiplexedConnection"]
@@ -100,6 +101,11 @@ class MultiplexedConnection:
         """The first of the keys that requests on all channels wait for."""
         waits = (channel.handler.waits_for for channel in self._channels.values())
         return tuple(islice(chain.from_iterable(waits), SHOWN))
+
+    @property
+    def handlers(self) -> list[NativeConnection]:
+        """The handlers of all channels."""
+        return [channel.handler for channel in self._channels.values()]
 
     def receive(self, data: bytes) -> bytes:
         """Carry out the requests in what came; return what is to be sent. Raises BadMessage, and is invalid after."""

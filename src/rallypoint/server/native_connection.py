@@ -148,6 +148,11 @@ class NativeConnection:
         if self.session is not None and self.session.over:
             self._connection.drop(self.session.overdue)
 
+    def notify(self, notice: bytes) -> None:
+        """Send a notice about the server itself, unless the client has not said hello: the welcome will say so."""
+        if self.greeted and not self._connection.closing:
+            self._connection.send(notice)
+
     # Requests
 
     def _request(self, payload: bytes) -> bytes | SharedReply:
