@@ -36,6 +36,7 @@ __all__ = [
     "ACCEPTED",
     "ACT",
     "GARBLED",
+    "MAX_WHY",
     "PREFACE",
     "STANDBY",
     "VERSION",
@@ -70,6 +71,9 @@ STANDBY = b"RLYS"
 
 STANDBY_BYTES = 1 << 20
 """How long that frame may be."""
+
+MAX_WHY = 4096
+"""How long the reason may be that a server gives, in characters."""
 
 VERSION = 1
 """The protocol's version, said in `Hello`."""
@@ -136,7 +140,7 @@ class Notice(Struct):
     servers: Servers = []
     """The addresses of all servers of the store."""
 
-    trouble: Annotated[str, Meta(max_length=4096)] = ""
+    trouble: Annotated[str, Meta(max_length=MAX_WHY)] = ""
     """Why the server can answer nothing at the moment, for etcd does not answer it; empty: it can."""
 
 
@@ -145,7 +149,7 @@ class Standby(Struct, array_like=True):
 
     leader: Annotated[str, Meta(max_length=1024)]
     servers: Servers
-    why: Annotated[str, Meta(max_length=4096)] = ""
+    why: Annotated[str, Meta(max_length=MAX_WHY)] = ""
     no_quorum: bool = False
     """Whether there is no leader because etcd does not answer."""
 
@@ -226,7 +230,7 @@ def encode_answer(number: int, answer: Any) -> bytes | SharedReply:
 
 @lru_cache(256)
 def _nothing(number: int) -> bytes:
-    """Make the reply to a call that has come true, and brings nothing: many members have it, by about the same number."""
+    """Make the reply to a call that came true, and brings nothing: many members have it, by about the same number."""
     return frame((number, Status.OK, (DONE, None)))
 
 

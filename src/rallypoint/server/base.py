@@ -82,6 +82,10 @@ class ServerBase:
         """How many are connected, other than at the ports of rounds."""
         return len(self._connections)
 
+    def handlers(self) -> list[ProtocolHandler]:
+        """Return the protocols' ends of all connections that have said who calls."""
+        return [one.handler for one in self._connections if one.handler is not None]
+
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Start to serve on bound, listening sockets."""
         loop = asyncio.get_running_loop()

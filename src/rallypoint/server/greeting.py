@@ -61,6 +61,8 @@ class Greeting:
         except GARBLED as error:
             raise BadMessage(f"not a greeting: {error}") from None
         hello = self._hello
+        if self._server.notices.trouble:
+            self._connection.send(self._server.notices.frame())
         if hello.version != VERSION:
             self._refuse(f"version {hello.version} of the protocol is not spoken here, only {VERSION}")
         elif hello.opens and len(hello.session) != SESSION_BYTES:
@@ -181,7 +183,13 @@ class Greeting:
         server.clock.attached(session)
         resumed = session is self._resuming or (bool(self._hello.session) and not self._hello.opens)
         welcome = Welcome(
-            VERSION, server.state.identity, session.id, server.settings.grace_s, resumed, recovery_s=server.recovery_s
+            VERSION,
+            server.state.identity,
+            session.id,
+            server.settings.grace_s,
+            resumed,
+            recovery_s=server.recovery_s,
+            servers=server.notices.servers,
         )
         self._connection.send(frame((0, Status.OK, welcome)))
         self._handler.enter(session)

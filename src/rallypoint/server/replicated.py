@@ -36,13 +36,13 @@ from rallypoint.etcd.client import Client, LeaseGone, Refusal
 from rallypoint.etcd.lease import Lease
 from rallypoint.etcd.messages import Method, Txn
 from rallypoint.etcd.watch import watch
-from rallypoint.protocol.native import Standby, standby
+from rallypoint.protocol.native import MAX_WHY, Standby, standby
 from rallypoint.server.follower import Follower, leader_gone
 from rallypoint.server.running import url_of
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
 from rallypoint.storage.errors import Deposed, StoreGone
-from rallypoint.storage.etcd import EtcdStorage
+from rallypoint.storage.etcd import LATE_S, EtcdStorage
 from rallypoint.storage.etcd_layout import Layout, Leader, Server, encode
 from rallypoint.storage.etcd_reader import Head, Overtaken, Reader
 
@@ -67,6 +67,8 @@ REACH_S = 10.0
 
 PAUSE_S = 0.1
 """How long to wait before something is tried again that failed at once."""
+
+LATE = f"etcd does not answer for {LATE_S:g} s"
 
 CALL_S = 5.0
 """How long to try a call before it is noted that etcd does not answer; the trying goes on."""
@@ -152,6 +154,7 @@ class ReplicatedServer:
                     await self._live()
                 except (Deposed, OutOfReach, StoreGone) as error:
                     log.warning("stands by from now on: %s", error)
+                    self._tell(None, str(error), isinstance(error, OutOfReach))
                 finally:
                     if not self._closing:
                         await self.life.abandon()
@@ -234,7 +237,7 @@ class ReplicatedServer:
         """Have clients told where the leader is."""
         if head is None:
             servers = self._told.servers if self._told is not None else []
-            told = Standby("", servers, why, no_quorum)
+            told = Standby("", servers, why[:MAX_WHY], no_quorum)
         else:
             leader = head.leader.url if head.leader is not None and head.leader.url != self.url else ""
             told = Standby(leader, head.servers, "another server leads" if leader else "no server leads yet")
@@ -246,6 +249,7 @@ class ReplicatedServer:
         """Make calls until etcd answers, and has room, however long that takes; have clients told meanwhile."""
         why = ""
         while True:
+            late = asyncio.get_running_loop().call_later(LATE_S, self._tell, None, why or LATE, True)
             try:
                 return await call(Deadline(CALL_S))
             except NoQuorum as error:
@@ -264,6 +268,8 @@ class ReplicatedServer:
                 why = str(refused)
                 self._tell(None, why)
                 await asyncio.sleep(FULL_S)
+            finally:
+                late.cancel()
 
     # Taking over
 
@@ -339,10 +345,13 @@ class ReplicatedServer:
             if not isinstance(error.__cause__, DiskFull):
                 raise
             raise OutOfReach(str(error)) from None
+        life.storage.on_trouble = life.notices.set_trouble
+        life.notices.set_servers(head.servers)
         life.elsewhere = b""
         self._settled.set()
         log.info("leads %s in epoch %d, with a log of %d places", self._address.name, epoch, follower.index)
         waits = [asyncio.ensure_future(one.wait()) for one in (failed, own.ended, store.ended)]
+        watching = asyncio.ensure_future(self._watch_servers(life, head))
         try:
             while not any(one.done() for one in waits):
                 await asyncio.wait(waits, timeout=CONFIRM_S, return_when=asyncio.FIRST_COMPLETED)
@@ -350,7 +359,7 @@ class ReplicatedServer:
                     break
                 life.confirmed(lambda: None)  # its clients may all be waiting, for something that another is told
         finally:
-            for one in waits:
+            for one in (*waits, watching):
                 one.cancel()
         self._dead_epoch = epoch
         if isinstance(life.failed, (Deposed, StoreGone)):
@@ -360,6 +369,32 @@ class ReplicatedServer:
         if store.ended.is_set():
             raise StoreGone(store=self._address.name)
         raise OutOfReach(f"etcd was out of reach for {time.monotonic() - own.reached_at:.1f} s")
+
+    async def _watch_servers(self, life: StoreServer, head: Head) -> None:
+        """Have clients told which servers there are, whenever one comes or goes."""
+        while True:
+            await self._servers_change(head.revision)
+            await asyncio.sleep(PAUSE_S)  # another may come or go at the same moment; or the stream broke
+            with contextlib.suppress(NoQuorum, Refusal):
+                head = await self._reader.head(Deadline(CALL_S))
+                life.notices.set_servers(head.servers)
+
+    async def _servers_change(self, revision: int) -> None:
+        """Return when a server has come or gone since a revision, or when that cannot be seen."""
+        changed, first = asyncio.Event(), self._layout.servers
+
+        def take(answer: WatchAnswer) -> None:
+            if answer.changes:
+                changed.set()
+
+        following = watch(self._client, first, messages.next_after(first), revision + 1, take)
+        waits = [*map(asyncio.ensure_future, (following, changed.wait()))]
+        try:
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for one in waits:
+                one.cancel()
+            await asyncio.gather(*waits, return_exceptions=True)
 
 
 def _endpoint(url: str) -> net.Endpoint:

@@ -35,6 +35,7 @@ from rallypoint.server.commit import CommitQueue
 from rallypoint.server.connection import Connection
 from rallypoint.server.multiplexed import MultiplexedConnection
 from rallypoint.server.native_connection import NativeConnection
+from rallypoint.server.notices import Notices
 from rallypoint.server.rounds import Rounds, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
 from rallypoint.storage.errors import Deposed, StoreGone
@@ -73,6 +74,7 @@ class StoreServer(ServerBase):
         self.log: CommitQueue | None = None
         self.recovery_s = 0.0
         self.rounds = Rounds(self)
+        self.notices = Notices(self)
         self.failed: BaseException | None = None
         """Why the storage cannot be trusted any more, if so."""
 

@@ -44,6 +44,9 @@ _log = logging.getLogger("rallypoint.storage")
 SETTLE_S = 5.0
 """How long to try before it is noted that etcd does not answer; the trying goes on."""
 
+LATE_S = 1.5
+"""How long a call may take before clients are told: a member that hangs costs a second, and the next one answers."""
+
 FULL_S = 0.5
 """How long to wait before a full etcd is asked again about an append whose earlier attempts have no answer."""
 
@@ -72,6 +75,9 @@ class EtcdStorage:
 
         self.trouble = ""
         """Why etcd has not answered for a while, if so."""
+
+        self.on_trouble: Callable[[str], None] = lambda trouble: None
+        """Called with that when it changes."""
 
         self.commits = self.confirmations = self.bytes = 0
         self._client, self._layout, self._lease = client, Layout(address.space), lease
@@ -188,15 +194,28 @@ class EtcdStorage:
 
         Refusal: etcd has no room.
         """
+        late = asyncio.get_running_loop().call_later(LATE_S, self._note, f"etcd does not answer for {LATE_S:g} s")
+        try:
+            return await self._settle_late(method, request)
+        finally:
+            late.cancel()
+
+    def _note(self, trouble: str) -> None:
+        """Note why etcd does not answer, or ("") that it does."""
+        if trouble and not self.trouble:
+            _log.warning("nothing can be committed at the moment: %s", trouble)
+        changed, self.trouble = trouble != self.trouble, trouble
+        if changed:
+            self.on_trouble(trouble)
+
+    async def _settle_late(self, method: str, request: bytes) -> Answer:
         repeated = False
         while True:
             try:
                 answer = await self._client.call(method, request, Deadline(SETTLE_S))
             except NoQuorum as error:
                 repeated = True
-                if not self.trouble:
-                    _log.warning("nothing can be committed at the moment: %s", error)
-                self.trouble = str(error)
+                self._note(str(error))
             except LeaseGone:
                 raise StoreGone(store=self._client.name) from None
             except Refusal as refusal:
@@ -205,5 +224,5 @@ class EtcdStorage:
                 refusal.repeated = refusal.repeated or repeated
                 raise
             else:
-                self.trouble = ""
+                self._note("")
                 return answer
