@@ -34,7 +34,8 @@ class Stage(Enum):
     ENDED = auto()
 
 
-GATHERING, QUEUED, SENT, ENDED = Stage  # an attribute of an enumeration takes long to look up
+GATHERING, QUEUED, SENT, ENDED = Stage
+"""The stages by names of their own: an attribute of an enumeration takes long to look up."""
 
 
 class Call(Struct, eq=False):

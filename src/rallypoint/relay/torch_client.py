@@ -18,13 +18,13 @@ Rejected: to hold back what comes behind a wait. It may be what the client itsel
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
+from typing import Any, Protocol
 
 from rallypoint.core import ops
 from rallypoint.relay.merging import WAITS, Merger
 from rallypoint.relay.requests import Call, Request
 
-__all__ = ["MAX_CALLS", "MAX_CALL_BYTES", "MAX_LARGE", "VALUE_BYTES", "TorchClient"]
+__all__ = ["MAX_CALLS", "MAX_CALL_BYTES", "MAX_LARGE", "VALUE_BYTES", "TorchClient", "TorchLink"]
 
 MAX_CALLS, MAX_CALL_BYTES = 4096, 4 * 1024 * 1024
 """How many calls of a client, and how many bytes of them, may be unanswered before it is not read from."""
@@ -47,6 +47,19 @@ _ASKED = _PLAIN | {ops.Await}
 """What is asked at once, where the client has asked nothing else and has neither a turn nor a value."""
 
 
+class TorchLink(Protocol):
+    """A client's connection, as the session sees it."""
+
+    def deliver(self) -> None:
+        """Send the replies that are ready."""
+
+    def session_lost(self, why: str) -> None:
+        """Close the connection."""
+
+    def read_on(self) -> None:
+        """Read again, for there is room."""
+
+
 class TorchClient:
     """What one client has asked and not been answered yet."""
 
@@ -57,7 +70,7 @@ class TorchClient:
 
     def __init__(self, merger: Merger, link: Any = None) -> None:
         self.link = link
-        """The host's own."""
+        """Its connection, a `TorchLink`; None in tests that have none."""
 
         self.position = 0
         self.bytes = 0

@@ -18,7 +18,6 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from rallypoint import net
 from rallypoint.core import ops
@@ -29,11 +28,11 @@ from rallypoint.relay.absence import Absence
 from rallypoint.relay.channel import Channel
 from rallypoint.relay.requests import Request
 from rallypoint.relay.shared_session import SharedSession
-from rallypoint.relay.torch_client import TorchClient
+from rallypoint.relay.torch_client import TorchClient, TorchLink
 from rallypoint.relay.upstream import Upstream
 from rallypoint.store.route import backoff_s
 
-__all__ = ["SESSION_BYTES", "TorchLink", "TorchSession"]
+__all__ = ["SESSION_BYTES", "TorchSession"]
 
 log = logging.getLogger("rallypoint.relay")
 
@@ -48,19 +47,6 @@ SESSION_BYTES = 64 * 1024 * 1024
 
 MAX_CLOSED = 5
 """How often in a row the server may close the channel before it answers a new request: an old one may be the reason."""
-
-
-class TorchLink(Protocol):
-    """A client's connection, as the session sees it."""
-
-    def deliver(self) -> None:
-        """Send the replies that are ready."""
-
-    def session_lost(self, why: str) -> None:
-        """Close the connection."""
-
-    def read_on(self) -> None:
-        """Read again, for there is room."""
 
 
 class TorchSession:
