@@ -18,6 +18,7 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from rallypoint import net
 from rallypoint.core import ops
@@ -81,6 +82,7 @@ class TorchSession:
         self._before = (0, 0)  # calls and requests of sessions that were lost
         self._begin()
         upstream.on_connected(self._connect)
+        self._unfinished = lambda: self._shared.core.held  # of an answer that is not whole
         upstream.holders.append(self._unfinished)
 
     def _begin(self) -> None:
@@ -121,10 +123,6 @@ class TorchSession:
         self._lose(why)
         if channel is not None:
             channel.close()
-
-    def _unfinished(self) -> int:
-        """Return how many bytes of an answer have come that is not whole yet."""
-        return self._shared.core.held
 
     # What connections call
 
@@ -183,7 +181,7 @@ class TorchSession:
         if self._closed or self._channel is not None or not self._upstream.connected:
             return
         if self._welcomed or self._clients:
-            self._carrier = _Carrier(self)
+            self._carrier = _Carrier(self.received, self.closed, self.flush_soon)
             self._channel = self._upstream.open_channel(self._carrier)
             self._greeting = True
             self._channel.write(self._shared.core.greet())
@@ -231,9 +229,9 @@ class TorchSession:
 
     def _detach(self) -> None:
         """Have no channel for now."""
-        if self._carrier is not None:
-            self._carrier.detach()
-        self._channel = self._carrier = None
+        carrier, self._channel, self._carrier = self._carrier, None, None
+        if carrier is not None:
+            carrier.received = carrier.closed = carrier.writable = _ignore
 
     def _hang_up(self, why: str) -> None:
         channel = self._channel
@@ -292,19 +290,13 @@ class TorchSession:
             client.link.session_lost(why)
 
 
+@dataclass(slots=True)
 class _Carrier:
     """The owner of one channel; what comes by it once the session has another, or none, is nobody's."""
 
-    __slots__ = ("closed", "received", "writable")
-
-    def __init__(self, session: TorchSession) -> None:
-        self.received: Callable[[bytes], None] = session.received
-        self.closed: Callable[[str], None] = session.closed
-        self.writable: Callable[[], None] = session.flush_soon
-
-    def detach(self) -> None:
-        """Note that the session has no more to do with the channel."""
-        self.received = self.closed = self.writable = _ignore
+    received: Callable[[bytes], None]
+    closed: Callable[[str], None]
+    writable: Callable[[], None]
 
 
 def _ignore(*told: object) -> None:
