@@ -1,14 +1,18 @@
-"""What a client's hello says: the session that it wants, under which id, for the how many-th time, and where."""
+"""What a client's hello says: the session that it wants, under which id, for the how many-th time, and where.
+
+And what a client learns of its server beside answers: notices, and where the leader is.
+"""
 
 from __future__ import annotations
 
 import pytest
 
+from rallypoint.core import ops
 from rallypoint.core.records import Status
 from rallypoint.errors import ServerRestarted, SessionLost
-from rallypoint.protocol import BadMessage
+from rallypoint.protocol import BadMessage, native
 from rallypoint.protocol.client import Client, Reply, Round
-from rallypoint.protocol.native import VERSION, Hello, Welcome, decode_hello
+from rallypoint.protocol.native import VERSION, Hello, Notice, Welcome, decode_hello
 
 CHOSEN = bytes(range(16))
 WELCOME = (VERSION, b"server", CHOSEN, 2.0, False)
@@ -51,3 +55,42 @@ def test_a_session_that_was_never_open_is_refused_and_not_lost(identity: bytes) 
     client.welcome(Reply(0, Status.OK, Welcome(*WELCOME)), "peer")
     with pytest.raises(SessionLost if identity == b"server" else ServerRestarted):
         client.welcome(Reply(0, Status.REFUSED, (identity, "unknown")), "peer")
+
+
+# Notices
+
+
+def test_a_notice_is_taken_in_and_is_no_answer() -> None:
+    client, notice = Client("test"), Notice(["tcp://a:1"], "etcd does not answer")
+    client.greet()
+    welcome = Reply(0, Status.OK, Welcome(*WELCOME, servers=["tcp://b:1"]))
+    frames = native.frame((0, Status.OK, notice)) + native.frame(welcome)
+    assert [each.number for each in client.receive(frames)] == [0], "it may come before the welcome"
+    assert (client.servers, client.trouble) == (notice.servers, notice.trouble)
+    client.welcome(welcome, "peer")
+    assert (client.servers, client.trouble) == (["tcp://b:1"], notice.trouble)
+    known = client.servers
+    client.ask(ops.Ping(0))
+    assert client.sole(native.frame((0, Status.OK, notice)), 1) is None
+    assert client.receive(native.frame((0, Status.OK, Notice(["tcp://b:1"])))) == []
+    assert client.trouble == "" and client.servers is not known
+    client.receive(native.frame((0, Status.OK, notice)))
+    client.greet()
+    assert client.trouble == "", "another server may answer now"
+
+
+@pytest.mark.parametrize("garbled", [{"servers": 3}, {"servers": ["x" * 1025]}, {"trouble": ["x"]}])
+def test_a_malformed_notice_is_a_malformed_message(garbled: object) -> None:
+    with pytest.raises(BadMessage, match="malformed notice"):
+        Client("test").receive(native.frame((0, Status.OK, garbled)))
+
+
+def test_the_answer_of_a_standby_is_read_once_it_is_whole() -> None:
+    told = native.Standby("tcp://a:1", ["tcp://a:1", "tcp://b:1"], "another server leads")
+    data = native.standby(told)
+    for size in range(len(native.STANDBY), len(data)):
+        assert native.read_standby(data[:size]) is None
+    assert native.read_standby(data) == native.read_standby(data + b"more") == told
+    for garbled in (native.frame(["tcp://a:1", "no list"]), native.frame({}), b"\xff\xff\xff\xff"):
+        with pytest.raises(BadMessage):
+            native.read_standby(native.STANDBY + garbled)
