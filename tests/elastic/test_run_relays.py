@@ -19,7 +19,7 @@ from tests.hosts import hosts
 from tests.wire import AMPLE_S, until
 
 from rallypoint import Rendezvous, Server, TCPStore, net
-from rallypoint.elastic import node_relay
+from rallypoint.elastic import card, node_relay
 
 UP = """
 import rallypoint
@@ -125,6 +125,21 @@ def test_nodes_that_choose_differently_are_told(place: Place) -> None:
         assert b.end() == 1 and "relay" in b.err and "Traceback" not in b.err
     a.signal("SIGTERM")
     assert a.end() == 143
+
+
+def test_a_quiet_run_says_nothing_of_its_relay(place: Place) -> None:
+    node = place.run("--quiet", "--no-python", "true")
+    assert (node.end(), node.err, node.out) == (0, "", "")
+
+
+def test_the_address_of_a_node_is_the_one_that_reaches_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host name, which torchrun takes, may mean nothing to the others."""
+    monkeypatch.setattr(card, "is_loopback", lambda host: False)
+    monkeypatch.setattr("socket.gethostname", lambda: "only-i-know-this-name")
+    with Server() as server, TCPStore("127.0.0.1", server.port) as store:
+        assert Rendezvous(store, "run", 1).join(AMPLE_S).first.host == "127.0.0.1"
+        named = Rendezvous(store, "named", 1, address="node-7.example")
+        assert named.join(AMPLE_S).first.host == "node-7.example"
 
 
 # A relay that is killed
