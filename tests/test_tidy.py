@@ -35,7 +35,7 @@ def words(text: str) -> frozenset[str]:
 LAYERS = (
     ("text",),
     ("errors",),
-    ("deadline",),
+    ("deadline", "within"),
     ("core",),
     ("protocol",),
     ("liveness",),

@@ -25,6 +25,7 @@ from rallypoint.etcd.answers import WatchAnswer
 from rallypoint.etcd.client import Client, stream_trouble
 from rallypoint.etcd.messages import Method
 from rallypoint.etcd.rpc import grpc
+from rallypoint.within import within
 
 __all__ = ["watch"]
 
@@ -39,7 +40,7 @@ async def watch(client: Client, first: bytes, end: bytes, revision: int, take: C
     endpoint, since = client.some_endpoint(), time.monotonic()
     stream = client.stream(Method.WATCH, endpoint)
     try:
-        await asyncio.wait_for(stream.write(messages.watch(1, first, end, revision)), SILENCE_S)
+        await within(SILENCE_S, stream.write(messages.watch(1, first, end, revision)))
         why = await _read(stream, take)
     except asyncio.TimeoutError:
         why = f"its watch stream was silent for {SILENCE_S:g} s"
@@ -66,7 +67,7 @@ async def _read(stream: Any, take: Callable[[WatchAnswer], None]) -> str:
                 if asked:
                     raise asyncio.TimeoutError
                 asked = True
-                await asyncio.wait_for(stream.write(messages.progress()), SILENCE_S)
+                await within(SILENCE_S, stream.write(messages.progress()))
                 continue
             data, reading, asked = reading.result(), None, False
             if data is grpc.aio.EOF:

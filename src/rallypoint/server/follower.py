@@ -24,6 +24,7 @@ from rallypoint.server.server import StoreServer
 from rallypoint.storage.errors import StoreGone
 from rallypoint.storage.etcd_batch import Assembler
 from rallypoint.storage.etcd_reader import Head, Overtaken, Reader
+from rallypoint.within import within
 
 __all__ = ["Follower", "leader_gone"]
 
@@ -95,7 +96,7 @@ async def leader_gone(endpoint: net.Endpoint) -> None:
     """Return when an address refuses connections, or is another program's; while it is silent or stands by, wait."""
     while True:
         try:
-            reader, writer = await asyncio.wait_for(asyncio.open_connection(*endpoint), LOOK_S)
+            reader, writer = await within(LOOK_S, asyncio.open_connection(*endpoint))
         except ConnectionRefusedError:
             return
         except (OSError, asyncio.TimeoutError):  # it may be the network between us
@@ -104,7 +105,7 @@ async def leader_gone(endpoint: net.Endpoint) -> None:
         try:
             net.set_options(writer.get_extra_info("socket"))
             writer.write(channels.PREFACE)
-            answer = await asyncio.wait_for(reader.readexactly(len(channels.ACCEPTED)), LOOK_S)
+            answer = await within(LOOK_S, reader.readexactly(len(channels.ACCEPTED)))
             if answer not in (channels.ACCEPTED, STANDBY):
                 return
             await reader.read()

@@ -368,6 +368,8 @@ class ReplicatedServer:
             raise life.failed
         if store.ended.is_set():
             raise StoreGone(store=self._address.name)
+        if own.ended.is_set():
+            raise OutOfReach("its lease in etcd has ended, so another may lead")
         raise OutOfReach(f"etcd was out of reach for {time.monotonic() - own.reached_at:.1f} s")
 
     async def _watch_servers(self, life: StoreServer, head: Head) -> None:

@@ -1,0 +1,29 @@
+"""`within`: an awaitable with a time limit, for asyncio.
+
+Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that comes at the moment when what it waits for is
+done. Whoever cancels a task and waits for its end then waits for ever: here, a server that was to take over.
+
+Rejected: asyncio.timeout, which Python 3.10 does not have.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from typing import TypeVar
+
+__all__ = ["within"]
+
+T = TypeVar("T")
+
+
+async def within(timeout_s: float, work: Awaitable[T]) -> T:
+    """Return what an awaitable comes to; cancel it and raise asyncio.TimeoutError where that takes longer."""
+    task = asyncio.ensure_future(work)
+    try:
+        done, _ = await asyncio.wait((task,), timeout=timeout_s)
+    finally:
+        task.cancel()
+    if not done:
+        raise asyncio.TimeoutError
+    return task.result()
