@@ -28,6 +28,7 @@ from rallypoint.core import (
 )
 from rallypoint.core import state as state_module
 from rallypoint.core.entries import (
+    Arrivals,
     Attach,
     CloseNamespace,
     Detach,
@@ -43,6 +44,7 @@ from rallypoint.core.entries import (
     TimeOut,
     Visit,
 )
+from rallypoint.core.machine import Done, Refused, Waiting
 from rallypoint.core.records import LATER, InternalError, Push
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import read, write
@@ -62,6 +64,8 @@ GATES = (b"g", b"p/g", b"a")
 VALUES = (b"", b"1", b"7", b"-3", b"word", b"x" * 30)
 NAMES = (b"/o", b"/n")
 LONG_S = 9.0
+ANSWERS = (Done, Refused, Waiting, StoreError)
+"""What calls on shared objects are answered; of `Arrivals`, all of them."""
 
 SMALL: tuple[tuple[Any, str, int], ...] = (
     (session, "MAX_KEPT", 8),
@@ -110,6 +114,8 @@ def _plain(number: int, answer: Any) -> bytes:
         return b"namespace %d" % answer.id
     if isinstance(answer, str):
         return answer.encode()
+    if isinstance(answer, list) and all(one is LATER or isinstance(one, ANSWERS) for one in answer):
+        return b" ".join(_plain(number, one) for one in answer)
     return b"later" if answer is LATER else bytes(encode_answer(number, answer))
 
 
@@ -174,6 +180,7 @@ class History:
         return [
             (self._session_op, 34.0),
             (self._act, self.chance.choice((4.0, 20.0, 80.0))),
+            (self._arrivals, self.chance.choice((1.0, 8.0, 40.0))),
             (self._session_read, 10.0),
             (self._visitor_op, self.chance.choice((8.0, 16.0, 60.0))),
             (self._open, 4.0),
@@ -423,7 +430,7 @@ class History:
         else:
             kind, call = chance.choice(self._commands.kinds), len(client.calls) + 1
             name = chance.choice((NAMES[0], NAMES[0], NAMES[0], NAMES[1]))
-            member = chance.choice((*(MEMBERS[client.serial % len(MEMBERS)],) * 5, *MEMBERS))
+            member = self._mostly_own(client)
             if client.calls and what < 0.5:
                 name, member, earlier, made = chance.choice(client.calls)
                 command = self._commands.undo(made.machine.kind, earlier)
@@ -435,6 +442,32 @@ class History:
             client.calls.append((name, member, call, command))
         time_s = chance.choice((0.0, LONG_S, LONG_S, LONG_S))
         self._request(client, session, ops.Act(self._number(client, session), name, member, call, command, time_s))
+
+    def _arrivals(self) -> None:
+        """Have several clients come to one object in one message; some have come before, or have no time."""
+        chance = self.chance
+        kind, name = chance.choice(("barrier", "exchange")), chance.choice(NAMES)
+        number = chance.choice(list(self.state.namespaces))
+        sessions = [self.state.sessions[one] for one in self.clients]
+        here = [one for one in sessions if one.attached and one.namespace == number and not one.over and not one.late]
+        machine = self.state.namespaces[number].objects._machines.get((MACHINES[kind], name)) or MACHINES[kind]()
+        made = []
+        for one in chance.sample(here, min(len(here), chance.choice((1, 2, 3, 4)))):
+            client = self.clients[one.serial]
+            member = self._mostly_own(client)
+            call, command = len(client.calls) + 1, self._commands.make(kind, machine, member)
+            if client.calls and chance.random() < 0.1:
+                call = chance.randint(1, len(client.calls))
+            client.calls.append((name, member, call, command))
+            client.number += 1
+            op = ops.Act(client.number - 1, name, member, call, command, chance.choice((0.0, *(LONG_S,) * 9)))
+            client.sent[op.number] = op
+            made.append((one.serial, op))
+        if made:
+            self.apply(Arrivals([serial for serial, _ in made], [op for _, op in made]))
+
+    def _mostly_own(self, client: Client) -> str:
+        return self.chance.choice((*(MEMBERS[client.serial % len(MEMBERS)],) * 5, *MEMBERS))
 
     # PyTorch's clients
 

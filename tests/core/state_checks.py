@@ -8,7 +8,7 @@ from typing import Any
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import Done
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import Shared, Turn, Waiter, Want, Watch
+from rallypoint.core.records import CallWaiter, Shared, Turn, Waiter, Want, Watch
 from rallypoint.core.session import PUSH_BYTES, Session
 from rallypoint.core.state import Namespace, State
 from rallypoint.core.visitor import Visitor
@@ -43,7 +43,7 @@ def check_engine(namespace: Namespace) -> None:
         + sum(len(key) + len(item) + ENTRY_BYTES for key, queue in engine._queues.items() for item in queue)
         + sum(len(one.prefix) + ENTRY_BYTES for one in held if isinstance(one, Watch))
         + sum(one.size + ENTRY_BYTES * len(one.keys) for one in waiters if not one.reads)
-        + sum(one.size for calls in namespace.objects._held.values() for one in calls.values())
+        + sum(one.size for calls in namespace.objects._calls.values() for one in calls.values())
         + sum(late.size for late in namespace.objects._late.values())
     )
     assert engine.size == size, f"{engine.size} bytes are counted, and it has {size}"
@@ -66,7 +66,7 @@ def check_registered(engine: Engine, held: list[Any]) -> None:
     """Check that all that is held is where it is looked for, and nothing else is."""
     waiters = [one for one in held if isinstance(one, Waiter)]
     in_line = {(key, waiter) for key, line in engine._waiting.items() for waiter in line}
-    elsewhere = (Want.COUNT, Want.CALL, Want.CLEARED)
+    elsewhere = (Want.COUNT, Want.CLEARED)
     assert in_line == {(one.key, one) for one in waiters if one.want not in elsewhere}
     gates = {(key, need, one) for key, gate in engine._gates.items() for need, line in gate.items() for one in line}
     assert gates == {(one.keys[0], one.need, one) for one in waiters if one.want is Want.COUNT}
@@ -99,20 +99,15 @@ def check_waits(engine: Engine, waiter: Waiter) -> None:
 
 
 def check_objects(objects: Objects) -> None:
-    engine = objects._engine
-    shelves: list[dict[Any, Any]] = [objects._held, objects._latecomers]
+    shelves: list[dict[Any, Any]] = [objects._calls, objects._latecomers]
     assert all(entry for shelf in shelves for entry in shelf.values())
     assert all(late.calls for late in objects._late.values())
-    calls = {one: one.call for one in held_in(engine) if isinstance(one, Waiter) and one.want is Want.CALL}
-    assert calls == {pending.waiter: pending for pending in objects._pending.values()}, "each call waits once"
-    for ((machine, name), call_id), pending in objects._pending.items():
-        owner: Any = pending.waiter.owner
-        assert (call_id, name) == (pending.call.id, pending.waiter.keys[0])
-        assert (
-            isinstance(pending.command, tuple(kind for kind in _commands(machine)))
-            and owner.tag == pending.call.session
-        )
-    assert set(objects.doubts._calls) <= set(objects._pending)
+    calls = {held: waiter for theirs in objects._calls.values() for held, waiter in theirs.items()}
+    for ((machine, name), call_id), waiter in calls.items():
+        assert (call_id, name) == (waiter.call.id, waiter.name)
+        assert isinstance(waiter.command, tuple(_commands(machine))) and waiter.owner.tag == waiter.call.session
+        assert waiter.waits == (waiter.owner.waiting.get(waiter.number) is waiter), "each call waits once"
+    assert all(calls[held].waits for held in objects.doubts._calls)
     latecomers = {held for calls in objects._latecomers.values() for held in calls}
     assert latecomers == {(place, call) for place, late in objects._late.items() for call in late.calls}
     for place, machine in objects._machines.items():
@@ -135,18 +130,18 @@ def check_holders(state: State, namespace: Namespace) -> None:
         if isinstance(owner, Session):
             assert state.sessions.get(owner.serial) is owner and owner.namespace == namespace.id
             known = [*owner.waiting.values(), *owner.watches.values(), *owner.turns.values()]
+            known = [one for one in known if not isinstance(one, CallWaiter)]
             assert Counter(list(mine)) == Counter(known)
         else:
             assert isinstance(owner, Visitor) and set(mine) == {one for one in (owner.waiter, owner.turn) if one}
             assert not owner.holds or state.visitors.get(owner.serial) is owner
     ended = {owner for owner in engine.clearing if not isinstance(owner, Waiter)}
-    assert ended <= set(engine._leased)
     assert all(state.sessions.get(owner.serial) is owner for owner in set(engine._leased) - ended)  # type: ignore[attr-defined]
     assert not any(owner.serial in state.sessions for owner in ended)  # type: ignore[attr-defined]
     tags = {session.tag for session in state.sessions.values() if session.namespace == namespace.id}
     away = {session.tag for session in state.sessions.values() if session.tag in tags and not session.attached}
     objects = namespace.objects
-    assert set(objects._held) <= tags and set(objects._latecomers) <= tags
+    assert set(objects._calls) <= tags and set(objects._latecomers) <= tags
     assert set(objects.doubts._away) == away
     assert {tag for machine in objects._machines.values() for tag in machine.sessions()} <= tags, "the dead are in it"
 
@@ -155,7 +150,10 @@ def check_session(session: Session) -> None:
     for shelf in (session.waiting, session.watches, session.turns):
         for number, handle in shelf.items():
             assert handle.number == number and handle.owner is session
-            assert handle in session._engine._held[session]
+            if not isinstance(handle, CallWaiter):
+                assert handle in session._engine._held[session]
+            else:
+                assert handle in session._objects._calls[session.tag].values()
     assert not session.suspended.keys() & {number for number, one in session.waiting.items() if not one.reads}
     assert set(session.taken) <= set(session.kept)
     numbers = [push.push for push in session.pushes]

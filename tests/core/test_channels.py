@@ -43,8 +43,8 @@ def test_what_is_long_goes_in_chunks_between_which_others_fit() -> None:
 
 
 def test_an_unknown_kind_and_a_chunk_that_is_too_long_are_refused() -> None:
-    with pytest.raises(BadMessage, match="kind of frame: 4"):
-        list(ChannelFrames().feed(b"\1\0\0\0" + (4 << 24).to_bytes(4, "little")))
+    with pytest.raises(BadMessage, match="kind of frame: 6"):
+        list(ChannelFrames().feed(b"\1\0\0\0" + (6 << 24).to_bytes(4, "little")))
     with pytest.raises(BadMessage, match="a frame of 65537 bytes, the limit is 65536"):
         list(ChannelFrames().feed(b"\1\0\0\0" + (channels.MAX_CHUNK + 1).to_bytes(4, "little")))
 

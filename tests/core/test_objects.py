@@ -23,11 +23,13 @@ from rallypoint.core.lock import Acquire, Release
 from rallypoint.core.machine import Call, Command, Done, Refused, Waiting
 from rallypoint.core.objects import MAX_IDLE, MAX_IDLE_BYTES, Objects
 from rallypoint.core.ops import Add, Confirm, Drop, Op, Pop
-from rallypoint.core.records import Status, TimedOut, Waiter
+from rallypoint.core.records import CallWaiter, Status, Woken
 from rallypoint.core.rendezvous import Close, Join, Leave, Look, Open
 from rallypoint.errors import StoreFull
 from rallypoint.protocol.client import CONFIRM_EVERY, Client, Reply
 from rallypoint.protocol.native import Frames, decode_request, frame
+
+ENDED = "its time is over"
 
 
 class Host:
@@ -47,7 +49,7 @@ class Host:
     ) -> Any:
         """Carry out a command; where it waits, the caller wants to hear why after nine seconds."""
         outcome = self.objects.act(name, call, command, owner, 9.0, number or call.number)
-        if isinstance(outcome, Waiter):
+        if isinstance(outcome, CallWaiter):
             self.deadlines.set(outcome, now + 9.0)
         self.set_timers(now)
         return outcome
@@ -66,9 +68,9 @@ class Host:
         """Return when a timer is due next."""
         return min((at for key, at in self.deadlines._at.items() if isinstance(key, tuple)), default=NEVER)
 
-    def look_away(self, waiter: Waiter) -> Waiting:
+    def look_away(self, waiter: CallWaiter) -> Waiting:
         """Let a wait end by its deadline; its call is then between two looks."""
-        assert self.engine.expire(waiter) is not None
+        assert waiter.waits
         return self.objects.why(waiter)
 
     def end(self, session: str, now: float = 0.0) -> None:
@@ -77,7 +79,13 @@ class Host:
         self.set_timers(now)
 
     def answers(self) -> list[tuple[Any, Any]]:
-        return [(waiter.number, answer) for waiter, answer in self.engine.take()]
+        return [(waiter.number, answer) for waiter, answer in self.taken()]
+
+    def taken(self) -> list[tuple[CallWaiter, Any]]:
+        """Return who is answered, and how, since the last call."""
+        out = self.engine.take()
+        each = [(one.waiters if isinstance(one, Woken) else [one], answer) for one, answer in out]
+        return [(waiter, answer) for waiters, answer in each for waiter in waiters]
 
     def tick(self, now: float) -> dict[str, Any]:
         """Let the time pass and timers fire, as a server does; return who was told what."""
@@ -86,18 +94,17 @@ class Host:
             if isinstance(key, tuple):
                 self.objects.fire(key, self.objects.timers[key][0])
                 self.set_timers(now)
-            elif isinstance(key, Waiter):
-                timed_out = self.engine.expire(key)
-                if timed_out is not None:
-                    told[str(key.owner)] = timed_out
-            for waiter, answer in self.engine.take():
+            elif isinstance(key, CallWaiter) and key.waits:
+                self.objects.forget(key)
+                told[str(key.owner)] = ENDED
+            for waiter, answer in self.taken():
                 told[str(waiter.owner)] = answer
-        return told | {str(waiter.owner): answer for waiter, answer in self.engine.take()}
+        return told | {str(waiter.owner): answer for waiter, answer in self.taken()}
 
     def expect_nothing_left(self) -> None:
         left = self.objects
-        assert (left._pending, left._held, left._late, left._latecomers, left.timers) == ({}, {}, {}, {}, {})
-        assert self.engine.size == 0 and self.engine.statistics().waiters == 0
+        assert (left._calls, left._late, left._latecomers, left.timers) == ({}, {}, {}, {})
+        assert self.engine.size == 0 and left.waiting == 0
         assert self.answers() == []
         assert list(left._machines) == list(left._idle), "those that are remembered, and no others"
         for machine in left._machines.values():
@@ -122,8 +129,8 @@ UNDONE: dict[str, tuple[Command, Callable[[int], Command]]] = {
 def test_a_wait_that_is_undone_is_answered_and_leaves_nothing(kind: str) -> None:
     host = Host()
     command, undo = UNDONE[kind]
-    assert isinstance(host.act("0", 1, command), Waiter)
-    assert not isinstance(host.act("0", 2, undo(1)), Waiter)
+    assert isinstance(host.act("0", 1, command), CallWaiter)
+    assert not isinstance(host.act("0", 2, undo(1)), CallWaiter)
     assert host.answers() == [(1, Refused("Undone", {}))]
     host.expect_nothing_left()
 
@@ -131,7 +138,7 @@ def test_a_wait_that_is_undone_is_answered_and_leaves_nothing(kind: str) -> None
 def test_a_wait_for_a_lock_that_is_undone_is_answered_and_the_holder_holds() -> None:
     host = Host()
     fence = host.act("0", 1, Acquire())
-    assert isinstance(host.act("1", 1, Acquire()), Waiter)
+    assert isinstance(host.act("1", 1, Acquire()), CallWaiter)
     assert host.act("1", 2, Release(1)) == Done(False)
     assert host.answers() == [(1, Refused("Undone", {}))]
     assert host.act("0", 1, Acquire()) == fence
@@ -143,7 +150,7 @@ def test_why_has_an_answer_when_the_machine_has_gone() -> None:
     """The wait ends by its deadline, and before its host asks why, the call is taken back."""
     host = Host()
     waiter = host.act("0", 1, Arrive(2))
-    assert host.engine.expire(waiter) == TimedOut(())
+    host.objects.forget(waiter)
     host.act("0", 2, Withdraw(1))
     assert host.objects.statistics() == {}
     assert host.objects.why(waiter) == Waiting("it was taken back")
@@ -157,7 +164,7 @@ def test_one_call_number_at_two_places_is_counted_and_freed_at_both() -> None:
     first = host.act("0", 1, give, b"/a")
     counted = host.engine.size
     second = host.act("0", 1, give, b"/b")
-    assert isinstance(first, Waiter) and isinstance(second, Waiter)
+    assert isinstance(first, CallWaiter) and isinstance(second, CallWaiter)
     assert host.engine.size == 2 * counted >= 2000
     host.act("0", 2, TakeBack(1), b"/a")
     assert host.engine.size == counted
@@ -169,7 +176,7 @@ def test_one_call_number_at_two_places_is_counted_and_freed_at_both() -> None:
 def test_one_call_number_at_two_places_waits_at_both() -> None:
     host = Host()
     for name in (b"/a", b"/b"):
-        assert isinstance(host.act("0", 1, Arrive(2), name), Waiter)
+        assert isinstance(host.act("0", 1, Arrive(2), name), CallWaiter)
     for name in (b"/a", b"/b"):
         assert isinstance(host.act("1", 1, Arrive(2), name), Done)
         ((number, answer),) = host.answers()
@@ -210,7 +217,7 @@ def test_what_is_kept_for_a_late_call_is_counted_until_it_looks() -> None:
     assert host.look_away(host.act("0", 1, Give(2, 0, b"x" * 10_000, "all_gather"))).missing
     given = host.engine.size
     last = host.act("1", 1, Give(2, 1, b"y" * 5000, "all_gather"))
-    assert given + 5000 <= host.engine.size <= given + 5000 + 4 * ENTRY_BYTES, "all of the result, and only once"
+    assert given + 5000 <= host.engine.size <= given + 5000 + 5 * ENTRY_BYTES, "all of the result, and only once"
     assert host.act("0", 1, Give(2, 0, b"x" * 10_000, "all_gather")) == last
     host.expect_nothing_left()
 
@@ -250,14 +257,14 @@ def test_the_end_of_a_session_takes_only_its_own_late_calls() -> None:
 def test_a_barrier_with_a_last_one_out_leaves_nothing(ends: str) -> None:
     """Nobody dies on the way out, or the last one does, or another."""
     host = Host()
-    assert isinstance(host.act("0", 1, Arrive(2, "0")), Waiter)
+    assert isinstance(host.act("0", 1, Arrive(2, "0")), CallWaiter)
     assert host.act("1", 1, Arrive(2, "0")) == Done()
     assert host.answers() == [(1, Done())]
     if ends == "1":
         host.end("1")
         assert host.act("0", 2, LeaveBarrier(1)) == Done()
     else:
-        assert isinstance(host.act("0", 2, LeaveBarrier(1)), Waiter)
+        assert isinstance(host.act("0", 2, LeaveBarrier(1)), CallWaiter)
         assert host.engine.size > 0
         if ends == "0":
             host.end("0")
@@ -341,7 +348,7 @@ def test_a_timer_that_is_stopped_when_it_is_about_to_fire_does_not() -> None:
     host.objects.fire(place, number)
     assert host.engine.take() == [] and host.objects.timers[place][0] != number
     assert host.act("2", 1, Look()).answer["phase"] == "gathering"
-    assert host.tick(9.5) == {"0": TimedOut(())}, "0 is to hear why it waits"
+    assert host.tick(9.5) == {"0": ENDED}, "0 is to hear why it waits"
     assert set(host.tick(10.0)) == {"1"}
 
 
@@ -350,11 +357,11 @@ def test_a_timer_is_set_by_the_end_of_a_session() -> None:
     host = Host()
     join = Join(Limits(1, 2, 5.0))
     spare = [host.act(session, 1, join) for session in "012"][-1]
-    assert isinstance(spare, Waiter)
+    assert isinstance(spare, CallWaiter)
     host.engine.take()
     host.end("1", 7.0)
     assert host.due_at() == 12.0
-    assert host.tick(11.9) == {"2": TimedOut(())}
+    assert host.tick(11.9) == {"2": ENDED}
     assert host.objects.why(spare).missing == ("0",)
     host.act("2", 1, join, now=11.9)
     assert rank_of(host.tick(12.0)["2"]) == 0, "in a round of its own"
@@ -410,12 +417,12 @@ def test_nodes_that_come_again_and_again_cost_the_same() -> None:
     host, sizes = Host(), set()
     join = Join(Limits(2, 2), {"batch": "16"})
     for number in range(1, 300, 3):
-        assert isinstance(host.act("0", number, join), Waiter)
+        assert isinstance(host.act("0", number, join), CallWaiter)
         scope = host.act("1", number, join).answer[2]
-        assert isinstance(host.act("0", number + 1, rendezvous.Watch(scope)), Waiter)
+        assert isinstance(host.act("0", number + 1, rendezvous.Watch(scope)), CallWaiter)
         sizes.add(host.engine.size)
         host.engine.take()
-    assert len(sizes) == 1 and all(len(held) == 2 for session, held in host.objects._held.items() if session == "0")
+    assert len(sizes) == 1 and all(len(held) == 2 for session, held in host.objects._calls.items() if session == "0")
     assert host.act("0", 1000, Leave(298)) == Done(1)
     assert host.act("1", 1000, Leave(298)) == Done(0)
     host.engine.take()
@@ -454,7 +461,7 @@ def test_nothing_is_counted_of_nodes_whose_run_was_closed_and_opened_again() -> 
     host.act("0", 2, Close("done", "well"))
     assert host.engine.size > 0, "they are still here"
     host.act("0", 3, Open())
-    assert host.engine.size == 0 and host.objects._held == {}
+    assert host.engine.size == 0 and host.objects._calls == {}
 
 
 def test_of_closed_runs_so_many_are_remembered_and_the_latest() -> None:
@@ -481,7 +488,7 @@ def test_ranks_are_remembered_when_all_were_lost_and_settings_are_not() -> None:
     assert host.remembered().past == {"0": 0, "1": 1}
     host.expect_nothing_left()
     waits = host.act("1", 2, Join(Limits(2, 2), {"batch": "y"}))
-    assert isinstance(waits, Waiter), "and nobody minds that it has other settings"
+    assert isinstance(waits, CallWaiter), "and nobody minds that it has other settings"
     assert rank_of(host.act("0", 2, Join(Limits(2, 2), {"batch": "y"}))) == 0
 
 
@@ -573,10 +580,10 @@ def test_a_rank_that_came_again_is_counted_while_it_is_held_and_has_the_place_af
     host = Host()
     host.call(Call("0", "old", 1), Give(2, 0, b"old", "all_gather"), "old", number=1)
     held = host.call(Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", number=2)
-    assert isinstance(host.act("1", 1, Give(2, 1, b"b", "all_gather")), Waiter)
+    assert isinstance(host.act("1", 1, Give(2, 1, b"b", "all_gather")), CallWaiter)
     assert "0's earlier process of session old still holds the place" in host.look_away(held).reason
     held = host.call(Call("0", "new", 1), Give(2, 0, b"new", "all_gather"), "new", number=3)
-    assert isinstance(held, Waiter) and host.answers() == []
+    assert isinstance(held, CallWaiter) and host.answers() == []
     host.end("old")
     assert [(number, msgspec.msgpack.decode(answer.answer)) for number, answer in host.answers()] == [
         (1, [b"new", b"b"]),
@@ -605,11 +612,11 @@ def test_a_call_that_is_refused_for_the_sake_of_one_who_may_be_dead_waits_for_it
     host.objects.doubts.away("0")
     waiter = host.act("1", 2, Arrive(2))
     assert "0 is in the way" in host.look_away(waiter).reason
-    assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
+    assert isinstance(host.act("1", 2, Arrive(2)), CallWaiter)
     host.end("0")
     ((number, answer),) = host.answers()
     assert number == 2 and isinstance(answer, Waiting), "it is to look again"
-    assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
+    assert isinstance(host.act("1", 2, Arrive(2)), CallWaiter)
     assert host.act("0'", 3, Arrive(["1", "0'"])).error == "Disagreement"
     host.call(Call("0", "new", 4), Arrive(2), "new", number=4)
     assert host.answers() == [(2, Done())]
@@ -620,8 +627,8 @@ def test_it_is_refused_when_the_other_one_comes_back() -> None:
     host = Host()
     host.act("0", 1, Arrive(3))
     host.objects.doubts.away("0")
-    assert isinstance(host.act("1", 2, Arrive(2)), Waiter)
-    assert isinstance(host.act("2", 3, Arrive(2)), Waiter)
+    assert isinstance(host.act("1", 2, Arrive(2)), CallWaiter)
+    assert isinstance(host.act("2", 3, Arrive(2)), CallWaiter)
     host.objects.back("0")
     assert [(number, type(answer)) for number, answer in host.answers()] == [(2, Waiting), (3, Waiting)]
     for session, number in (("1", 2), ("2", 3)):
@@ -667,7 +674,7 @@ def test_a_round_that_ends_in_the_moment_in_which_a_wait_for_it_does_is_not_forg
     host = Host()
     commands = [Arrive(3) if kind == "barrier" else Give(3, rank, b"", "all_gather") for rank in range(2)]
     waiters = [host.act(str(rank), 1, command) for rank, command in enumerate(commands)]
-    assert set(host.tick(9.0).values()) == {TimedOut(())}
+    assert set(host.tick(9.0).values()) == {ENDED}
     if why_first:
         assert all(isinstance(host.objects.why(waiter), Waiting) for waiter in waiters)
     host.end("1")

@@ -259,7 +259,7 @@ def leaves_the_wait_of_a_dropped_call(forget: Method) -> Method:
 
 SECTIONS = (
     *("suspended", "taken", "ttls", "pushes", "held", "waiting", "gates", "turns", "watches", "leases", "clearing"),
-    *("counted", "late", "latecomers", "idle", "timers", "away", "doubts"),
+    *("calls", "late", "latecomers", "idle", "timers", "away", "doubts"),
 )
 """The sections of a snapshot; one that is not restored is noticed."""
 

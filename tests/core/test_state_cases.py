@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from rallypoint.core import entries, exchange, lock, ops, rendezvous, roster
+from rallypoint.core import state as state_module
 from rallypoint.core.entries import (
     Attach,
     CloseNamespace,
@@ -266,7 +267,7 @@ def test_a_call_that_is_dropped_waits_no_more() -> None:
     first = server.act(1, 1, 1, lock.Acquire())
     assert server.act(2, 1, 1, lock.Acquire()) is LATER
     server.ask(2, ops.Drop(2, 1))
-    assert server.objects._pending == {}
+    assert server.objects.waiting == 0
     server.act(1, 2, 2, lock.Release(1))
     second = server.act(2, 3, 1, lock.Acquire())
     assert second.answer > first.answer, "but it is in line until it is taken back"
@@ -293,7 +294,7 @@ def test_a_call_whose_place_its_own_process_took_hears_of_it() -> None:
     ((owner, number, answer),) = server.told()
     assert (owner, number) == (1, 1) and isinstance(answer, Waiting)
     server.apply(End(1))
-    assert len(server.objects._pending) == 1
+    assert server.objects.waiting == 1
 
 
 def test_taking_a_call_back_is_never_in_doubt() -> None:
@@ -331,7 +332,7 @@ def test_a_call_in_doubt_that_is_made_again_and_refused_is_over() -> None:
     ((owner, number, told),) = server.told()
     assert (owner, number) == (2, 1) and isinstance(told, Waiting)
     server.apply(End(1))
-    assert server.objects._held == {} and server.objects._pending == {}
+    assert server.objects._calls == {}
 
 
 def test_a_call_that_was_replaced_and_forgotten_is_counted_when_it_comes_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +343,7 @@ def test_a_call_that_was_replaced_and_forgotten_is_counted_when_it_comes_again(m
         server.act(1, call, call, exchange.Give(2, 0, data, "all_gather"))
     server.apply(Detach(1))
     server.apply(End(1))
-    assert server.objects._pending == {} and server.engine.size == 0
+    assert server.objects.waiting == 0 and server.engine.size == 0
 
 
 def test_a_call_for_which_there_was_room_is_not_refused_half_way() -> None:
@@ -359,7 +360,7 @@ def test_a_call_for_which_there_was_room_is_not_refused_half_way() -> None:
         server.state.sessions[1]._forget([2])
         server.state.sessions[1].highest = 1
         assert list(write(server.state))[1:] == before
-    assert answer is LATER and len(server.objects._pending) == 1
+    assert answer is LATER and server.objects.waiting == 1
 
 
 def test_a_wait_that_was_answered_cannot_time_out() -> None:
@@ -385,3 +386,16 @@ def test_a_session_whose_client_chose_its_id_is_opened_once() -> None:
     assert refusal == UNKNOWN_SESSION, "it is another namespace's"
     session.execute(ops.Bye(1))
     assert state.apply(Open(b"i" * 16, "host", 0, [])) == UNKNOWN_SESSION, "it is about to end"
+
+
+def test_an_ended_session_whose_last_leases_others_delete_can_be_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(state_module, "SLICE_KEYS", 2)
+    server = Server(sessions=2)
+    for number in (1, 2, 3):
+        server.apply(Request(1, ops.Lease(number, b"/%d" % number, b"", 0.0)))
+    server.apply(Detach(1))
+    server.apply(End(1))
+    for number in (1, 2, 3):
+        server.apply(Request(2, ops.Delete(number, b"/%d" % number)))  # each is checked to be readable
+    server.apply(GoOn(0))
+    assert not server.engine.clearing

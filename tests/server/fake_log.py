@@ -36,6 +36,8 @@ def disk_full() -> DiskFull:
 class FakeLog:
     """A storage that keeps what is committed in a list."""
 
+    confirms = False
+
     def __init__(self, records: Sequence[bytes] = ()) -> None:
         self.records = list(records)
         """All that is durable."""

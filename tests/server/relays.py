@@ -14,7 +14,7 @@ from tests.server.peers import Line
 
 from rallypoint.core import ops
 from rallypoint.protocol import channels, native
-from rallypoint.protocol.channels import CLOSE, CREDIT, DATA, SHARED, ChannelFrames, Frame
+from rallypoint.protocol.channels import CLOSE, CREDIT, DATA, GATHERED, SHARED, ChannelFrames, Frame
 from rallypoint.protocol.native import Frames, Hello, frame
 from rallypoint.server.base import ServerBase
 
@@ -122,7 +122,10 @@ class Relay(Line):
     def __init__(self, server: ServerBase | None) -> None:
         self.clients: dict[int, Client] = {}
         self.order: list[Frame] = []
-        """All frames that came, in their order."""
+        """All frames that came, in their order; those that came in one are taken apart."""
+
+        self.gathered = 0
+        """How many frames brought something to several channels, to each its own."""
 
         self.writes = 0
         self._cut = ChannelFrames()
@@ -160,9 +163,15 @@ class Relay(Line):
         data, self.pending = self.pending, b""
         self._drained()
         for one in self._cut.feed(data):
-            self.order.append(one)
-            if one.kind == SHARED:
-                for number, piece in channels.split_shared(one.channel, one.body):
+            if one.kind == GATHERED:
+                self.gathered += 1
+                pieces = channels.split_gathered(one.channel, one.body)
+                self.order += [Frame(number, DATA, len(piece), piece) for number, piece in pieces]
+            else:
+                self.order.append(one)
+            if one.kind in (SHARED, GATHERED):
+                split = channels.split_shared if one.kind == SHARED else channels.split_gathered
+                for number, piece in split(one.channel, one.body):
                     self.clients[number].takes(Frame(number, DATA, len(piece), piece))
             else:
                 self.clients[one.channel].takes(one)

@@ -308,7 +308,7 @@ async def test_a_full_inbox_gets_no_credit(server: StoreServer, log: FakeLog | N
     ("said", "why"),
     [
         (data_frames(0, b"x"), "data for channel 0"),
-        (data_head(1, 0)[:7] + b"\4", "unknown kind of frame"),
+        (data_head(1, 0)[:7] + b"\6", "unknown kind of frame"),
         (data_head(1, 0)[:7] + b"\3", "a shared frame, which only a server sends"),
         (data_head(1, MAX_CHUNK + 1), "the limit is"),
     ],

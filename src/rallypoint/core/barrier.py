@@ -18,7 +18,7 @@ they would stay, and be taken for those of the next job of that name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated
 
 from msgspec import Meta, Struct, field
@@ -26,6 +26,7 @@ from msgspec import Meta, Struct, field
 from rallypoint.core.machine import (
     MAX_MEMBERS,
     WAIT,
+    WAITS,
     Call,
     Command,
     Done,
@@ -144,8 +145,27 @@ class Barrier(Machine, kw_only=True):
         self.arrived[call.member] = self.arrived.get(call.member, 0) + 1
         self.withdrawn.pop(call.member, None)
         if len(self.arrived) < self.size:
-            return Step(WAIT, True)
+            return WAITS
         return self._open(call)
+
+    def take_in(self, calls: Mapping[str, Call], commands: Sequence[Arrive]) -> bool:
+        """Take in arrivals of which none is the last, if they are new and agree with the others."""
+        members, last = (self.members, self.last) if self.calls else (commands[0].members, commands[0].last)
+        if not isinstance(members, int) or last or self.broken or len(self.arrived) + len(calls) >= members:
+            return False
+        if any(command.members != members or command.last for command in commands):
+            return False
+        if not (self.calls.keys().isdisjoint(calls) and self.opened.keys().isdisjoint(calls)):
+            return False
+        names = [call.member for call in calls.values()]
+        if not all(_is_one(name, members) for name in names):
+            return False
+        self.members, self.last, self.size = members, last, members
+        self.calls.update(calls)
+        for name in names:
+            self.arrived[name] = self.arrived.get(name, 0) + 1
+            self.withdrawn.pop(name, None)
+        return True
 
     def lost(self, session: str, stamp: int) -> Step:
         """Break the round if a member that had arrived is here no more; who was inside has left."""

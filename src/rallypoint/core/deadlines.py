@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 __all__ = ["NEVER", "Deadlines"]
 
@@ -33,10 +33,24 @@ class Deadlines:
         self._at[key] = at
         self._arrivals += 1
         heapq.heappush(self._heap, (at, self._arrivals, key))
-        if len(self._heap) > 2 * len(self._at) + 64:  # mostly of what is over
+        self._settle()
+
+    def set_all(self, deadlines: Iterable[tuple[Hashable, float]]) -> None:
+        """Set many deadlines."""
+        at_of, heap, arrivals = self._at, self._heap, self._arrivals
+        for key, at in deadlines:
+            at_of[key] = at
+            arrivals += 1
+            heapq.heappush(heap, (at, arrivals, key))
+        self._arrivals = arrivals
+        self._settle()
+
+    def _settle(self) -> None:
+        """After deadlines were set: forget those that are over where they are the most, and note the first."""
+        if len(self._heap) > 2 * len(self._at) + 64:
             self._heap = [entry for entry in self._heap if self._at.get(entry[2]) == entry[0]]
             heapq.heapify(self._heap)
-        self.earliest = self._heap[0][0]
+        self.earliest = self._heap[0][0] if self._heap else NEVER
 
     def drop(self, key: Hashable) -> None:
         """Forget a deadline; harmless where there is none."""

@@ -28,6 +28,10 @@ class Doubts:
         self._away: dict[str, None] = {}
         self._calls: dict[Any, Refused] = {}
 
+    def __bool__(self) -> bool:
+        """Return whether there are such calls."""
+        return bool(self._calls)
+
     def __iter__(self) -> Iterator[Any]:
         """Return those calls, in the order of their coming."""
         return iter(list(self._calls))

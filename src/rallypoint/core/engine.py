@@ -40,6 +40,7 @@ from rallypoint.core import ops
 from rallypoint.core.key_index import KeyIndex
 from rallypoint.core.records import (
     Answer,
+    CallWaiter,
     Drawn,
     Event,
     InternalError,
@@ -50,6 +51,7 @@ from rallypoint.core.records import (
     Waiter,
     Want,
     Watch,
+    Woken,
     internal_error,
     show,
 )
@@ -90,7 +92,9 @@ class Engine:
         self.size = 0
         self.parked = 0
         self.revision = 0
-        self.outbox: list[tuple[Waiter | Watch, Answer]] = []
+        self.outbox: list[tuple[Any, Answer]] = []
+        """What is to be delivered: a wait or a watch of this engine, or calls on shared objects, and the answer."""
+
         self.relieve: Callable[[Engine], None] | None = None
         """Called to empty the outbox in the middle of a large change, where a host has set it."""
 
@@ -126,7 +130,7 @@ class Engine:
     def missing(self, waiter: Waiter) -> tuple[bytes, ...]:
         """Return the keys that a wait still misses, each once."""
         if not waiter.reads:
-            return () if waiter.want is Want.CALL else tuple(waiter.keys)
+            return tuple(waiter.keys)
         missing = dict.fromkeys(filterfalse(self._values.__contains__, waiter.keys))
         return tuple(missing if waiter.want is Want.VALUES else filterfalse(self._queues.__contains__, missing))
 
@@ -480,26 +484,21 @@ class Engine:
 
     # For the shared objects of `core/objects.py`
 
-    def park_call(self, name: bytes, owner: Hashable, number: int) -> Waiter:
-        """Let a call on a shared object wait; there was room for it when the call was made (`charge`)."""
-        return self._park(Waiter(Want.CALL, (name,), owner, number))
-
-    def answer_call(self, waiter: Waiter, answer: Answer) -> bool:
-        """Answer a call that waits, unless it was given up or its time is over; return whether that was done."""
-        if not self._release(waiter):
-            return False
-        self._unpark(waiter)
+    def answer_call(self, waiter: CallWaiter, answer: Answer) -> None:
+        """Answer a call on a shared object."""
         self.outbox.append((waiter, answer))
-        return True
 
-    def charge(self, name: bytes, amount: int, spare: int = 0) -> None:
-        """Count bytes that a shared object keeps, or no longer; refuse to if there is no room for these and more."""
-        self._grow(name, amount + spare)
-        self.size -= spare
+    def answer_calls(self, waiters: list[CallWaiter], answer: Answer) -> None:
+        """Give one answer to many calls."""
+        self.outbox.append((Woken(waiters), answer))
+
+    def charge(self, name: bytes, amount: int) -> None:
+        """Count bytes that a shared object keeps, or no longer; refuse to if there is no room for them."""
+        self._grow(name, amount)
 
     # What a host calls beside the operations
 
-    def take(self) -> list[tuple[Waiter | Watch, Answer]]:
+    def take(self) -> list[tuple[Any, Answer]]:
         """Return what is to be delivered since the last call, in order."""
         out = self.outbox.copy()
         self.outbox.clear()
@@ -641,7 +640,7 @@ class Engine:
                 size = self.size + self.parked + cost
                 raise StoreFull(key=show(waiter.keys[0]), size=size, limit=self.max_bytes)
             self.parked += cost
-        elif waiter.want is Want.CLEARED or waiter.want is Want.CALL:
+        elif waiter.want is Want.CLEARED:
             self.size += cost  # it has made room before, and it is too late to refuse it
         else:
             self._grow(waiter.keys[0], cost)
@@ -651,7 +650,7 @@ class Engine:
     def _register(self, waiter: Waiter) -> None:
         if waiter.want is Want.COUNT:
             self._gates.setdefault(waiter.keys[0], {}).setdefault(waiter.need, {})[waiter] = None
-        elif waiter.want is not Want.CALL and waiter.want is not Want.CLEARED:
+        elif waiter.want is not Want.CLEARED:
             if len(waiter.keys) > 1:
                 missing = self._look(waiter)
                 assert missing is not None, "nobody waits for what is there"
@@ -674,7 +673,7 @@ class Engine:
                 del self._gates[waiter.keys[0]]
         elif waiter.want is Want.CLEARED:
             self.clearing.pop(waiter, None)
-        elif waiter.want is not Want.CALL:
+        else:
             self._unregister(waiter)
 
     def _unregister(self, waiter: Waiter) -> None:

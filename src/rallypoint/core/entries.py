@@ -12,10 +12,11 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from rallypoint.core.ops import Operation
+from rallypoint.core.ops import Act, Operation
 
 __all__ = [
     "VERSION",
+    "Arrivals",
     "Attach",
     "CloseNamespace",
     "Detach",
@@ -143,9 +144,16 @@ class CloseNamespace(Entry, tag=12):
     namespace: int
 
 
+class Arrivals(Entry, tag=13):
+    """Arrivals of several sessions at one shared object, which came in one message, in their order."""
+
+    sessions: list[int]
+    ops: list[Act]
+
+
 AnyEntry = (
     Request | Visit | Start | Open | Attach | Detach | End | TimeOut | Lapse | Fire | GoOn | OpenNamespace |
-    CloseNamespace
+    CloseNamespace | Arrivals
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode

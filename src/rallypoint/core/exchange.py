@@ -19,7 +19,7 @@ Rejected: to let the newest have the place at once. Two living processes with on
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
@@ -29,6 +29,7 @@ from rallypoint.core.limits import MAX_VALUE_BYTES
 from rallypoint.core.machine import (
     MAX_MEMBERS,
     WAIT,
+    WAITS,
     Call,
     Command,
     Done,
@@ -115,10 +116,30 @@ class Exchange(Machine, kw_only=True):
             return Step(WAIT, True)
         replaced = self._enter(call, command)
         if not self._complete:
-            return Step(WAIT, True, replaced)
+            return Step(WAIT, True, replaced) if replaced else WAITS
         woken, told = self._finish()
         others = [other for other in woken if other is not call]
         return Step(self._due(command.rank), True, [*replaced, *others], None if replaced else told)
+
+    def take_in(self, calls: Mapping[str, Call], commands: Sequence[Give]) -> bool:
+        """Take in what ranks give that have not given yet, if they agree with the others and do not end the round."""
+        wanted = self.wanted or commands[0]
+        size, how, root = wanted.size, wanted.how, wanted.root
+        if self.held or self.broken or root >= size or len(self.data) + len(calls) >= size:
+            return False
+        given = {command.rank: command.data for command in commands}
+        if len(given) < len(calls) or not self.data.keys().isdisjoint(given) or max(given) >= size:
+            return False
+        if any((command.size, command.how, command.root) != (size, how, root) for command in commands):
+            return False
+        if not all(ids.isdisjoint(calls) for ids in (self.calls.keys(), self.ended.keys(), self.replaced.keys())):
+            return False
+        self.wanted = Give(size, 0, b"", how, root)
+        self.data.update(given)
+        for (call_id, call), rank in zip(calls.items(), given, strict=True):
+            self.calls[call_id] = (rank, call)
+            self.withdrawn.pop(str(rank), None)
+        return True
 
     def lost(self, session: str, stamp: int) -> Step:
         """Break the round if a rank that had given is lost, unless its successor is held and takes the place."""

@@ -33,6 +33,7 @@ __all__ = [
     "MAX_MEMBERS",
     "MAX_NAME",
     "WAIT",
+    "WAITS",
     "Call",
     "Command",
     "Disconnected",
@@ -165,6 +166,10 @@ class Step(NamedTuple):
     """Other calls that were in the state, and are no more."""
 
 
+WAITS = Step(WAIT, True)
+"""A call was taken in, and waits; nobody else is concerned."""
+
+
 class Machine(Struct):
     """The state of one shared object."""
 
@@ -175,6 +180,13 @@ class Machine(Struct):
     def apply(self, call: Call, command: Any, stamp: int) -> Step:
         """Carry out a command, or look at one that waits."""
         raise NotImplementedError
+
+    def take_in(self, calls: Mapping[str, Call], commands: Sequence[Any]) -> bool:
+        """Take in calls, by their ids, if `apply` would return `WAITS` for each of them; else change nothing.
+
+        Returns whether that was done. A machine may always refuse.
+        """
+        return False
 
     def lost(self, session: str, stamp: int) -> Step:
         """Take out everything that hangs on a session that has ended."""

@@ -1,10 +1,11 @@
 """The shared objects that a server hosts: machines by name, next to the keys, and the calls that wait on them.
 
-A call that must wait is parked in the engine as any other wait is, so its owner's end and a `drop` are the engine's.
-Its deadline is not the caller's: it is when the caller wants to hear why it still waits, and it then looks again with
-the same call. Machines hear of sessions that have ended. One that is idle is dropped, unless a call that was between
-two looks when its wait ended has yet to look. What machines keep counts as the engine's bytes do, and so does what is
-kept for such a call: its round, as it was counted before, until it looks or its session ends.
+A call that must wait is its session's as any other wait is, and there is one record of it (`CallWaiter`) for as long as
+the machine keeps something of it. Its deadline is not the caller's: it is when the caller wants to hear why it still
+waits, and it then looks again with the same call. Machines hear of sessions that have ended. One that is idle is
+dropped, unless a call that was between two looks when its wait ended has yet to look. What machines keep counts as the
+engine's bytes do, and so does what is kept for such a call: its round, as it was counted before, until it looks or its
+session ends.
 
 A few idle machines are remembered, for those who come back: so many, and so many bytes, of which no session is charged.
 Machines' timers are part of the state, the clock is not: a host reads `timers`, and calls `fire` when one is due by its
@@ -14,15 +15,17 @@ own clock. A timer that changed since the host last looked is in `changed_timers
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+from typing import Any
 
 from rallypoint.core.doubts import Doubts
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
-from rallypoint.core.records import Waiter, show
+from rallypoint.core.records import CallWaiter, show
 from rallypoint.core.shared_answer import Encoded, as_shared, encode_once
 
-__all__ = ["Counted", "Objects", "Pending"]
+__all__ = ["Objects", "call_bytes"]
 
 MAX_IDLE = 256
 """How many machines are remembered though they are idle."""
@@ -35,19 +38,7 @@ Held = tuple[Place, str]
 """A call that a machine may keep something of: where, and the call's id."""
 
 
-class Pending(NamedTuple):
-    """A call that waits."""
-
-    call: Call
-    command: Command
-    waiter: Waiter
-
-
-class Counted(NamedTuple):
-    """A call that a machine may keep something of: how many bytes are counted for it, and whose call it is."""
-
-    size: int
-    member: str
+_NONE: Mapping[Held, CallWaiter] = MappingProxyType({})
 
 
 class _Late:
@@ -69,8 +60,9 @@ class Objects:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._machines: dict[Place, Machine] = {}
-        self._pending: dict[Held, Pending] = {}
-        self._held: dict[str, dict[Held, Counted]] = {}
+        self._calls: dict[str, dict[Held, CallWaiter]] = {}
+        """The calls that wait, or that machines keep something of, by session."""
+
         self._late: dict[Place, _Late] = {}
         self._latecomers: dict[str, dict[Held, None]] = {}
         self.timers: dict[Place, tuple[int, float]] = {}
@@ -84,65 +76,92 @@ class Objects:
     def act(self, name: bytes, call: Call, command: Command, owner: Any, timeout_s: float, number: int) -> Any:
         """Carry out a command on the object of that name; return its outcome, or a waiter if it has to wait."""
         place = (command.machine, name)
-        machine = self._machines.get(place) or command.machine()
+        known: CallWaiter | None = None
         if isinstance(command, Undo):
             held = (place, f"{call.session}/{command.call}")
-            self._answer(held, Refused("Undone", {}))
+            known = self._calls.get(call.session, _NONE).get(held)
+            if known is not None and known.waits:
+                self._wake(known, Refused("Undone", {}))
         else:
             held = (place, call.id)
-            counted = self._held.get(call.session, {}).get(held)
-            if counted is None:
-                self._make_room(held, call, command)
-            elif counted.member != call.member:
-                return _used_by_another(call, counted.member)
+            known = self._calls.get(call.session, _NONE).get(held)
+            if known is None:
+                self._make_room(held, CallWaiter(owner, number, call, command, name, 0, False))
+            elif known.call.member != call.member:
+                return _used_by_another(call, known.call.member)
         if self._late:
             self._looked(held)
+        machine = self.begin(place)
+        step = machine.apply(call, command, self._engine.revision + 1)
+        outcome = self.conclude(held, machine, step, call, command, timeout_s)
+        return self._wait(held, owner, number, call, command) if outcome is WAIT else outcome
+
+    def begin(self, place: Place) -> Machine:
+        """Return the machine of a place, which is about to be changed."""
         if self._idle:
             self._idle_bytes -= self._idle.pop(place, 0)
-        self._machines[place] = machine
-        step = machine.apply(call, command, self._engine.revision + 1)
-        if timeout_s <= 0 or isinstance(command, Undo) or not self.doubts.of(held, step.outcome, machine):
-            freed = self._settle(held, machine, call.session) if step.outcome is not WAIT else 0
-            outcome = self._follow_up(place, machine, step, freed)
-            if isinstance(outcome, (Done, Refused)):
-                if not machine.keeps(held[1]):
-                    self._answer(held, Waiting("the same call was made again, and is over"))
-                return outcome
-        waiter = self._engine.park_call(name, owner, number)
-        earlier = self._pending.get(held)
-        self._pending[held] = waiter.call = Pending(call, command, waiter)
-        if earlier is not None:
-            self._engine.answer_call(earlier.waiter, Waiting("the same call was made again, and waits in its place"))
+        machine = self._machines.get(place)
+        if machine is None:
+            machine = self._machines[place] = place[0]()
+        return machine
+
+    def conclude(
+        self, held: Held, machine: Machine, step: Step, call: Call, command: Command, timeout_s: float
+    ) -> Outcome:
+        """After a call's step: do what follows for others, and return what it comes to; `WAIT` if it has to wait."""
+        if timeout_s > 0 and not isinstance(command, Undo) and self.doubts.of(held, step.outcome, machine):
+            return WAIT
+        if step.outcome is WAIT:
+            return self._follow_up(held[0], machine, step)
+        known = self._calls.get(call.session, _NONE).get(held)
+        freed = self._settle(held, machine, call.session)
+        outcome = self._follow_up(held[0], machine, step, freed)
+        if known is not None and known.waits and not machine.keeps(held[1]):
+            self._wake(known, Waiting("the same call was made again, and is over"))
+        return outcome
+
+    def _wait(self, held: Held, owner: Any, number: int, call: Call, command: Command) -> CallWaiter:
+        """Let a call wait, in the place of an earlier wait of the same call."""
+        theirs = self._calls[call.session]
+        known = theirs[held]
+        theirs[held] = waiter = CallWaiter(owner, number, call, command, held[0][1], known.size)
+        if known.waits:
+            known.waits = False  # it is no longer in doubt, or the new one is
+            self._engine.answer_call(known, Waiting("the same call was made again, and waits in its place"))
         return waiter
 
-    def why(self, waiter: Waiter) -> Waiting:
-        """Say what a call waits for, when its waiter has ended by its deadline."""
-        call, command, _ = waiter.call
+    def why(self, waiter: CallWaiter) -> Waiting:
+        """Say what a call waits for, when its time is over; it waits no more."""
         doubt = self.forget(waiter)
-        machine = self._machines.get((command.machine, waiter.keys[0]))
-        return doubt or (Waiting("it was taken back") if machine is None else machine.why(call))
+        machine = self._machines.get((waiter.command.machine, waiter.name))
+        return doubt or (Waiting("it was taken back") if machine is None else machine.why(waiter.call))
 
-    def forget(self, waiter: Waiter) -> Waiting | None:
-        """Note that the wait of a call was given up; say why it waited, if because of a doubt."""
-        call, command, _ = waiter.call
-        held = ((command.machine, waiter.keys[0]), call.id)
-        return self._unpend(held)[1] if self._pending.get(held) is waiter.call else None
+    def forget(self, waiter: CallWaiter) -> Waiting | None:
+        """Note that a call waits no more, for now; say why it waited, if because of a doubt."""
+        if not waiter.waits:
+            return None
+        waiter.waits = False
+        return self.doubts.settle(((waiter.command.machine, waiter.name), waiter.call.id)) if self.doubts else None
 
     def back(self, session: str) -> None:
         """Note that a session has a connection again, or has ended: calls that are in doubt look again."""
         self.doubts.over(session)
         for held in self.doubts:
-            pending, doubt = self._unpend(held)
-            if pending is not None:
-                self._engine.answer_call(pending.waiter, doubt)
+            waiter = self._calls[held[1].rpartition("/")[0]][held]
+            self._engine.answer_call(waiter, self.forget(waiter))
+
+    @property
+    def waiting(self) -> int:
+        """How many calls wait."""
+        return sum(waiter.waits for theirs in self._calls.values() for waiter in theirs.values())
 
     def end(self, session: str) -> None:
         """Tell all machines that a session has ended; a bug in one of them is not the others'."""
-        held = self._held.pop(session, {})
-        for held_call, counted in held.items():
-            self._engine.charge(b"", -counted.size)
-            self._unpend(held_call)
-        places = dict.fromkeys(place for place, _ in held)
+        calls = self._calls.pop(session, {})
+        for waiter in calls.values():
+            self._engine.charge(b"", -waiter.size)
+            self.forget(waiter)
+        places = dict.fromkeys(place for place, _ in calls)
         for late in list(self._latecomers.get(session, ())):
             places[late[0]] = None
             self._looked(late)
@@ -175,22 +194,15 @@ class Objects:
         if step.changed:
             self._engine.revision += 1
         for call in step.dropped:
+            known = self._calls.get(call.session, _NONE).get((place, call.id))
             self._settle((place, call.id), machine, call.session)
-            self._answer((place, call.id), Waiting("a later call of the same process has its place"))
+            if known is not None and known.waits:
+                self._wake(known, Waiting("a later call of the same process has its place"))
         encoded: Encoded = {}
-        for call in step.woken:
-            held = (place, call.id)
-            pending = self._pending.get(held)
-            outcome: Outcome = WAIT
-            if pending is not None:
-                outcome = step.told or machine.apply(call, pending.command, self._engine.revision + 1).outcome
-            freed += self._settle(held, machine, call.session)  # after its look, by which it may have come again
-            if pending is None:
-                self.come_late(held, call.session)
-            elif isinstance(outcome, (Done, Refused)):
-                self._unpend(held)
-                if not self._engine.answer_call(pending.waiter, encode_once(outcome, encoded)):
-                    self.come_late(held, call.session)  # its deadline passed a moment ago, and it looks again
+        if step.told is not None:
+            freed += self._tell(place, machine, step, encoded)
+        elif step.woken:
+            freed += self._let_look(place, machine, step.woken, encoded)
         if self._late and place in self._late:
             self._count_late(place, freed)
         elif machine.idle:
@@ -199,15 +211,55 @@ class Objects:
             self._set_timer(place, machine.alarm)
         return as_shared(step.outcome, encoded) if encoded else step.outcome
 
-    def _answer(self, held: Held, answer: Refused | Waiting) -> None:
-        """End the wait of a call, if it waits; on `Waiting` it looks again."""
-        pending, _ = self._unpend(held)
-        if pending is not None:
-            self._engine.answer_call(pending.waiter, answer)
+    def _let_look(self, place: Place, machine: Machine, woken: Iterable[Call], encoded: Encoded) -> int:
+        """Answer those calls that are over, each by itself; return how much is no longer counted for them."""
+        freed = 0
+        for call in woken:
+            held = (place, call.id)
+            known = self._calls.get(call.session, _NONE).get(held)
+            outcome: Outcome = WAIT
+            if known is not None and known.waits:
+                outcome = machine.apply(call, known.command, self._engine.revision + 1).outcome
+            freed += self._settle(held, machine, call.session)  # after its look, by which it may have come again
+            if known is None or not known.waits:
+                self.come_late(held, call.session)
+            elif isinstance(outcome, (Done, Refused)):
+                self._wake(known, encode_once(outcome, encoded))
+        return freed
 
-    def _unpend(self, held: Held) -> tuple[Pending | None, Waiting | None]:
-        """Let a call wait no more, and be in doubt no more; return its wait, and why it was in doubt."""
-        return self._pending.pop(held, None), self.doubts.settle(held)
+    def _tell(self, place: Place, machine: Machine, step: Step, encoded: Encoded) -> int:
+        """Answer calls that all come to the same; return how much is no longer counted for them."""
+        freed, told, waiters, doubts = 0, 0, [], bool(self.doubts)
+        table, keeps = self._calls, machine.keeps
+        for call in step.woken:
+            session = call.session
+            call_id = f"{session}/{call.number}"
+            held = (place, call_id)
+            theirs = table.get(session)
+            waiter = None if theirs is None else theirs.get(held)
+            if waiter is None or theirs is None or not waiter.waits:  # it is between two looks
+                freed += self._settle(held, machine, session)
+                self.come_late(held, session)
+                continue
+            if not keeps(call_id):
+                told += waiter.size
+                if len(theirs) == 1:
+                    del table[session]
+                else:
+                    del theirs[held]
+            if doubts:
+                self.doubts.settle(held)
+            waiter.waits = False
+            waiters.append(waiter)
+        self._engine.charge(b"", -told)
+        if waiters and step.told is not None:
+            self._engine.answer_calls(waiters, encode_once(step.told, encoded))
+        return freed + told
+
+    def _wake(self, waiter: CallWaiter, answer: Done | Refused | Waiting) -> None:
+        """End the wait of a call; on `Waiting` it looks again."""
+        self.forget(waiter)
+        self._engine.answer_call(waiter, answer)
 
     def _put_away(self, place: Place, machine: Machine) -> None:
         """Drop an idle machine; of those that should last, drop those that have been idle the longest."""
@@ -263,24 +315,27 @@ class Objects:
             self._engine.size -= late.size
             del self._late[place]
 
-    def _make_room(self, held: Held, call: Call, command: Command) -> None:
+    def _make_room(self, held: Held, waiter: CallWaiter) -> None:
         """Count what a call will make the machine keep; refuse it, before anything changes, where the store is full."""
-        name = held[0][1]
-        parked = len(name) + ENTRY_BYTES
-        size = parked + len(call.member) + command.weight + ENTRY_BYTES
-        self._engine.charge(name, size, parked)  # the latter is needed if it has to wait
-        self._held.setdefault(call.session, {})[held] = Counted(size, call.member)
+        waiter.size = call_bytes(waiter.name, waiter.call.member, waiter.command)
+        self._engine.charge(waiter.name, waiter.size)
+        self._calls.setdefault(waiter.call.session, {})[held] = waiter
 
     def _settle(self, held: Held, machine: Machine, session: str) -> int:
         """Stop counting a call of which the machine keeps nothing; return how much that was."""
-        theirs = self._held.get(session)
+        theirs = self._calls.get(session)
         if theirs is None or held not in theirs or machine.keeps(held[1]):
             return 0
         freed = theirs.pop(held).size
         self._engine.charge(b"", -freed)
         if not theirs:
-            del self._held[session]
+            del self._calls[session]
         return freed
+
+
+def call_bytes(name: bytes, member: str, command: Command) -> int:
+    """Return what a call costs: its wait, and what the machine keeps of it."""
+    return 2 * len(name) + 3 * ENTRY_BYTES + len(member) + command.weight
 
 
 def _used_by_another(call: Call, member: str) -> Refused:

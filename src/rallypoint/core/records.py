@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum, auto
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-from rallypoint.core.machine import Done, Refused, Waiting
+from msgspec import Struct
+
+from rallypoint.core.machine import Call, Command, Done, Refused, Waiting
 from rallypoint.errors import StoreError
 
 __all__ = [
     "LATER",
     "Answer",
+    "CallWaiter",
     "Drawn",
     "Event",
     "InternalError",
@@ -30,6 +33,7 @@ __all__ = [
     "Want",
     "Waiter",
     "Watch",
+    "Woken",
     "internal_error",
     "pack",
     "show",
@@ -127,7 +131,7 @@ class Waiter:
     since it was made, when there were so many `removals`; `arrived`: a barrier has counted it.
     """
 
-    __slots__ = ("arrived", "call", "done", "key", "keys", "need", "number", "owner", "removals", "rest", "want")
+    __slots__ = ("arrived", "done", "key", "keys", "need", "number", "owner", "removals", "rest", "want")
 
     def __init__(self, want: Want, keys: Sequence[bytes], owner: Hashable, number: int) -> None:
         self.want = want
@@ -142,9 +146,6 @@ class Waiter:
         self.done = 0
         """Of a delete_prefix under way: how many it has deleted."""
 
-        self.call: Any = None
-        """Of a call on a shared object: what `core/objects.py` knows of it."""
-
     @property
     def reads(self) -> bool:
         """Whether it only reads, and so is no part of the state."""
@@ -154,6 +155,39 @@ class Waiter:
     def size(self) -> int:
         """The bytes of its keys."""
         return sum(map(len, self.keys))
+
+
+class CallWaiter(Struct, eq=False):
+    """A call on a shared object of which the object may keep something, and the request that waits for it.
+
+    It is its owner's as other waits are, and `core/objects.py` has it. `waits` is False between two looks, when its
+    caller has heard why it waits and has not asked again; `size` is what is counted for it.
+    """
+
+    owner: Any
+    number: int
+    call: Call
+    command: Command
+    name: bytes
+    size: int
+    waits: bool = True
+
+    reads: ClassVar[bool] = False
+    want: ClassVar[Want] = Want.CALL
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """The name of the object, for people."""
+        return (self.name,)
+
+
+class Woken:
+    """Calls on a shared object that are over, all with the same answer."""
+
+    __slots__ = ("waiters",)
+
+    def __init__(self, waiters: list[CallWaiter]) -> None:
+        self.waiters = waiters
 
 
 class Watch:

@@ -23,10 +23,10 @@ from rallypoint.core import ops
 from rallypoint.core.engine import EXECUTE, Engine
 from rallypoint.core.machine import Call, Done, Waiting
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import LATER, Event, Push, Shared, Turn, Waiter, Want, Watch, show, weigh
+from rallypoint.core.records import LATER, CallWaiter, Event, Push, Shared, Turn, Waiter, Want, Watch, show, weigh
 from rallypoint.errors import LimitExceeded, StoreError
 
-__all__ = ["MAX_KEPT", "MAX_PUSHES", "SHOWN", "ReplyBudget", "Session"]
+__all__ = ["MAX_KEPT", "MAX_PUSHES", "SHOWN", "ReplyBudget", "Session", "end_calls"]
 
 MAX_KEPT, MAX_PUSHES = 8192, 131_072
 """How many answers, and how many pushes, a session may leave unconfirmed; a `ReplyBudget` counts their bytes."""
@@ -151,7 +151,7 @@ class Session:
         self.kept: dict[int, tuple[Any, int]] = {}
         """Answers that are not confirmed, each with the size that it is counted with."""
 
-        self.waiting: dict[int, Waiter] = {}
+        self.waiting: dict[int, Waiter | CallWaiter] = {}
         self.watches: dict[int, Watch] = {}
         self.turns: dict[int, Turn] = {}
         self.suspended: dict[int, None] = {}
@@ -193,8 +193,10 @@ class Session:
         kind = op.__class__
         answer: Any
         if kind.changes:
-            if number in self.waiting and self.waiting[number].reads:  # by mistake: a read must make no difference
-                self._engine.drop(self.waiting.pop(number))
+            read = self.waiting.get(number)
+            if isinstance(read, Waiter) and read.reads:  # by mistake: a read must make no difference
+                del self.waiting[number]
+                self._engine.drop(read)
             if number > self.highest:
                 self.highest = number
             elif kind is not ops.Confirm:
@@ -217,21 +219,26 @@ class Session:
             raise
         except Exception as error:  # the same at every replay, so it is an answer as any other
             answer = self._engine.note_bug(error, kind.__name__)
-        if answer.__class__ is Waiter:
+        if answer.__class__ is Waiter or answer.__class__ is CallWaiter:
             self.waiting[number] = answer
             return LATER
+        return self.finish(op, answer)
+
+    def finish(self, op: ops.Op, answer: Any) -> Any:
+        """Return the answer of a request as it may be sent; keep it, if the request changes something."""
+        kind = op.__class__
         if answer.__class__ in _LONG and (kind.changes or len(answer) <= MAX_LISTED):
             answer = self._bounded(answer, op)
         if kind.changes and answer is not LATER:
-            self._keep(number, answer)
+            self._keep(op.number, answer)
         return answer
 
-    def answer(self, handle: Waiter | Watch, answer: Any) -> Any:
+    def answer(self, handle: Waiter | CallWaiter | Watch, answer: Any) -> Any:
         """Return what to send when the engine answered a wait, or has an event for a watch; `LATER` for nothing."""
         number = handle.number
         if answer.__class__ is Event:
             return self._push(number, answer)
-        assert isinstance(handle, Waiter)
+        assert not isinstance(handle, Watch)
         if self.waiting.pop(number, None) is None:  # dropped
             if handle.want is Want.ITEM:
                 self._engine.push(handle.keys[0], answer, front=True)
@@ -249,11 +256,12 @@ class Session:
     def time_out(self, number: int) -> Any:
         """End a wait whose time is over; return what to send, `LATER` for nothing."""
         waiter = self.waiting.get(number)
-        timed_out = None if waiter is None or waiter.want is Want.CLEARED else self._engine.expire(waiter)
-        if waiter is None or timed_out is None:
+        if waiter is None or waiter.want is Want.CLEARED:
+            return LATER
+        answer: Any = self._objects.why(waiter) if isinstance(waiter, CallWaiter) else self._engine.expire(waiter)
+        if answer is None:
             return LATER
         del self.waiting[number]
-        answer: Any = self._objects.why(waiter) if waiter.want is Want.CALL else timed_out
         if not waiter.reads:
             self._keep(number, answer)
         return answer
@@ -279,7 +287,7 @@ class Session:
         """While the client is away, let others have the items that it waits for; it asks again when it comes back."""
         self.attached = False
         for number, waiter in list(self.waiting.items()):
-            if waiter.want is Want.ITEM:
+            if isinstance(waiter, Waiter) and waiter.want is Want.ITEM:
                 del self.waiting[number]
                 self.suspended[number] = None
                 self._engine.drop(waiter)
@@ -294,7 +302,8 @@ class Session:
         """Drop all that the session owns; items whose taker may not have seen them go back to their queues."""
         self.over = True
         for waiter in self.waiting.values():  # first, so that nothing goes to one who is gone
-            self._engine.drop(waiter)
+            if isinstance(waiter, Waiter):  # `Objects.end` sees to the others
+                self._engine.drop(waiter)
         self.waiting.clear()
         for key, item in reversed(self.taken.values()):
             self._engine.push(key, item, front=True)
@@ -400,10 +409,7 @@ class Session:
     def _act(self, op: ops.Act) -> Any:
         call = Call(op.member, self.tag, op.call, self.name, self.former)
         outcome = self._objects.act(op.name, call, op.command, self, op.timeout_s, op.number)
-        if isinstance(outcome, Waiter) and op.timeout_s <= 0:
-            self._engine.drop(outcome)
-            return self._objects.why(outcome)
-        return outcome
+        return self._objects.why(outcome) if isinstance(outcome, CallWaiter) and op.timeout_s <= 0 else outcome
 
     def _watch(self, op: ops.Watch) -> None:
         if len(self.watches) >= MAX_WATCHES:
@@ -414,15 +420,15 @@ class Session:
     def _drop(self, op: ops.Drop) -> None:
         target = op.target
         self.suspended.pop(target, None)
-        held: Waiter | Watch | Turn | None = self.waiting.pop(target, None)
+        held: Waiter | CallWaiter | Watch | Turn | None = self.waiting.pop(target, None)
         if isinstance(held, Waiter) and held.reads:
             self._engine.drop(held)
             held = None
         held = held or self.watches.pop(target, None) or self.turns.pop(target, None)
-        if held is not None:
+        if isinstance(held, CallWaiter):
+            self._objects.forget(held)
+        elif held is not None:
             self._engine.drop(held)
-            if isinstance(held, Waiter) and held.want is Want.CALL:
-                self._objects.forget(held)
         elif target in self.taken:  # its taker was interrupted: it goes back to the front
             key, item = self.taken.pop(target)
             self._engine.push(key, item, front=True)
@@ -457,6 +463,28 @@ class Session:
 
     def _beat(self, op: ops.Beat) -> Any:
         return LATER  # heartbeats are the host's, who has the clock
+
+
+def end_calls(waiters: list[CallWaiter], answer: Any) -> list[tuple[Session, int, Any]]:
+    """Give one answer to calls on a shared object of many sessions; return whose, by which number, and what to send."""
+    ended: list[tuple[Session, int, Any]] = []
+    session: Any = waiters[0].owner
+    budget = session._budget
+    if answer.__class__ in _LONG:
+        answer = session._bounded(answer, None, waiters[0].keys[0])
+    size = weigh(answer)
+    kept = (answer, size)
+    for waiter in waiters:
+        session, number = waiter.owner, waiter.number
+        if session.waiting.pop(number, None) is None:  # dropped
+            continue
+        session.kept[number] = kept
+        session._kept_bytes += size
+        budget.hold(answer, size)
+        if budget.kept > budget.limit or len(session.kept) > MAX_KEPT:
+            session.late = True
+        ended.append((session, number, answer))
+    return ended
 
 
 def _weigh_push(push: Push) -> int:

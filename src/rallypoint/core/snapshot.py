@@ -26,9 +26,9 @@ from rallypoint.core import entries
 from rallypoint.core.engine import Engine
 from rallypoint.core.key_index import KeyIndex
 from rallypoint.core.machine import Call, Done, Machine, Refused
-from rallypoint.core.objects import Counted, Objects, Pending
+from rallypoint.core.objects import Objects
 from rallypoint.core.ops import Commands
-from rallypoint.core.records import Event, Packed, Push, Shared, Turn, Waiter, Want, Watch, pack
+from rallypoint.core.records import CallWaiter, Event, Packed, Push, Shared, Turn, Waiter, Want, Watch, pack
 from rallypoint.core.session import Session
 from rallypoint.core.state import MACHINES, Limits, Namespace, OtherVersion, State
 from rallypoint.core.visitor import Visitor
@@ -177,16 +177,13 @@ def _handle(handle: Waiter | Watch | Turn) -> tuple[Any, ...]:
 def _write_objects(namespace: int, objects: Objects) -> Iterator[bytes]:
     for (machine, name), state in sorted(objects._machines.items(), key=lambda item: (item[0][0].kind, item[0][1])):
         yield _encode(("machine", namespace, machine.kind, name, _encode(state)))
-    for ((machine, name), call_id), pending in sorted(objects._pending.items(), key=lambda item: _place_key(item[0])):
-        waiter: Any = pending.waiter
-        parts = (waiter.owner.serial, waiter.number, _encode(pending.call), _encode(pending.command))
-        yield _encode(("pending", namespace, machine.kind, name, call_id, *parts))
-    counted = (
-        (session, *_place_key(held), *count)
-        for session, calls in sorted(objects._held.items())
-        for held, count in calls.items()
+    calls = (
+        (waiter.owner.serial, waiter.number, _encode(waiter.call), _encode(waiter.command), waiter.name, *rest)
+        for _, theirs in sorted(objects._calls.items())
+        for waiter in theirs.values()
+        for rest in [(waiter.size, waiter.waits)]
     )
-    yield from _chunks("counted", namespace, counted)
+    yield from _chunks("calls", namespace, calls)
     late = sorted((place[0].kind, place[1], one.round, one.size) for place, one in objects._late.items())
     yield from _chunks("late", namespace, late)
     latecomers = sorted(objects._latecomers.items())
@@ -336,7 +333,8 @@ class _Reader:
 
     def _clearing(self, namespace: int, rows: list[Any]) -> None:
         for serial, number in rows:
-            one: Any = self._ended[serial] if number is None else self._handles[serial, number]
+            ended = number is None  # and of its leases others may have deleted the last
+            one: Any = self._ended.setdefault(serial, Ended(serial)) if ended else self._handles[serial, number]
             self._engine(namespace).clearing[one] = None
 
     def _hold(self, engine: Engine, serial: int, kind: str, number: int, facts: list[Any]) -> None:
@@ -364,28 +362,17 @@ class _Reader:
     def _machine(self, namespace: int, kind: str, name: bytes, state: bytes) -> None:
         self._objects(namespace)._machines[MACHINES[kind], name] = _machine_of[kind](state)
 
-    def _pending(
-        self,
-        namespace: int,
-        kind: str,
-        name: bytes,
-        call_id: str,
-        serial: int,
-        number: int,
-        call: bytes,
-        command: bytes,
-    ) -> None:
-        waiter = self._handles[serial, number]
-        pending = Pending(_decode_call(call), _decode_command(command), waiter)
-        self._objects(namespace)._pending[(MACHINES[kind], name), call_id] = waiter.call = pending
+    def _calls(self, namespace: int, rows: list[Any]) -> None:
+        table = self._objects(namespace)._calls
+        for serial, number, call_data, command_data, name, size, waits in rows:
+            owner, call, command = self.state.sessions[serial], _decode_call(call_data), _decode_command(command_data)
+            waiter = CallWaiter(owner, number, call, command, name, size, waits)
+            table.setdefault(owner.tag, {})[(command.machine, name), call.id] = waiter
+            if waits:
+                owner.waiting[number] = waiter
 
     def _objects(self, namespace: int) -> Objects:
         return self.state.namespaces[namespace].objects
-
-    def _counted(self, namespace: int, rows: list[Any]) -> None:
-        held = self._objects(namespace)._held
-        for session, kind, name, call, *count in rows:
-            held.setdefault(session, {})[(MACHINES[kind], name), call] = Counted(*count)
 
     def _late(self, namespace: int, rows: list[Any]) -> None:
         for kind, name, round_bytes, size in rows:

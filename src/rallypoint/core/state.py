@@ -20,9 +20,11 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rallypoint.core import barrier, exchange, lock, rendezvous, roster
+from rallypoint.core.arrivals import arrive
 from rallypoint.core.engine import Engine
 from rallypoint.core.entries import (
     VERSION,
+    Arrivals,
     Attach,
     CloseNamespace,
     Detach,
@@ -40,8 +42,8 @@ from rallypoint.core.entries import (
 )
 from rallypoint.core.machine import Machine
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import LATER
-from rallypoint.core.session import ReplyBudget, Session
+from rallypoint.core.records import LATER, Woken
+from rallypoint.core.session import ReplyBudget, Session, end_calls
 from rallypoint.core.visitor import Visitor
 
 __all__ = ["MACHINES", "MAX_RESTARTS", "SLICE_KEYS", "UNKNOWN_SESSION", "Limits", "Namespace", "OtherVersion", "State"]
@@ -143,6 +145,9 @@ class State:
         """Hand what an engine has for owners to them, and note in `outputs` what is to be sent."""
         while engine.outbox:  # an answer whose client is gone may be another's
             for handle, result in engine.take():
+                if handle.__class__ is Woken:
+                    self.outputs += end_calls(handle.waiters, result)
+                    continue
                 owner: Any = handle.owner
                 try:
                     answer = owner.answer(handle, result)
@@ -178,6 +183,13 @@ class State:
     def _request(self, entry: Request) -> Any:
         session = self.sessions.get(entry.session)
         return LATER if session is None else session.execute(entry.op)
+
+    def _arrivals(self, entry: Arrivals) -> list[Any]:
+        """Return the answer of each request, `LATER` where its session has ended."""
+        sessions = list(map(self.sessions.get, entry.sessions))
+        requests = [(session, op) for session, op in zip(sessions, entry.ops, strict=True) if session is not None]
+        answers = iter(arrive(self.namespaces[requests[0][0].namespace], requests) if requests else ())
+        return [LATER if session is None else next(answers) for session in sessions]
 
     def _visit(self, entry: Visit) -> Any:
         namespace = self.namespaces.get(entry.namespace)
@@ -336,6 +348,7 @@ class State:
 
 _APPLY: dict[type[Entry], Callable[[State, Any], Any]] = {
     Request: State._request,
+    Arrivals: State._arrivals,
     Visit: State._visit,
     Start: State._start,
     Open: State._open,

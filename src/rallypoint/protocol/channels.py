@@ -8,6 +8,8 @@ its highest byte and a size in the others, little-endian, and where the kind has
   frames of one session, from its hello on. The side that connects numbers channels from 1 and never uses a number
   twice; the first DATA opens a channel.
 - CREDIT: the peer may send so many more bytes on the channel. Each direction starts with `WINDOW` bytes.
+- CREDITS: the same for several channels. In place of a channel stands how many there are; the body has for each of
+  them its number and the bytes, 32 bits each.
 - SHARED: bytes that several channels get alike, from the server only. In place of a channel stands how many there are;
   the body has for each of them its number and what it gets first (with its length before it), and then the bytes for
   all. It is to each channel what a DATA of its own would be, credit included.
@@ -37,6 +39,7 @@ __all__ = [
     "ACCEPTED",
     "CLOSE",
     "CREDIT",
+    "CREDITS",
     "DATA",
     "GATHERED",
     "MAX_CHUNK",
@@ -48,10 +51,12 @@ __all__ = [
     "Frame",
     "close_frame",
     "credit_frame",
+    "credit_frames",
     "data_frames",
     "data_head",
     "gathered_frames",
     "shared_frames",
+    "split_credits",
     "split_gathered",
     "split_shared",
     "unpack_head",
@@ -63,7 +68,7 @@ PREFACE = c10d.hello(0x594C4153)
 ACCEPTED = b"RLY2"
 """What our server answers to the preface; a server that knows nothing of channels answers its last four bytes."""
 
-DATA, CREDIT, CLOSE, SHARED, GATHERED = range(5)
+DATA, CREDIT, CLOSE, SHARED, GATHERED, CREDITS = range(6)
 """The kinds of frames."""
 
 WINDOW = 256 * 1024
@@ -114,6 +119,27 @@ def credit_frame(channel: int, size: int) -> bytes:
     return _HEAD.pack(channel, CREDIT << 24 | size)
 
 
+def credit_frames(grants: Sequence[tuple[int, int]]) -> list[bytes]:
+    """Let the peer send more on several channels: the number of each, and how many bytes."""
+    frames = []
+    for at in range(0, len(grants), _PIECES):
+        some = grants[at : at + _PIECES]
+        if len(some) == 1:
+            frames.append(credit_frame(*some[0]))
+        else:
+            flat = [part for pair in some for part in pair]
+            frames.append(struct.pack(f"<{2 + len(flat)}I", len(some), CREDITS << 24 | 4 * len(flat), *flat))
+    return frames
+
+
+def split_credits(count: int, body: bytes) -> list[tuple[int, int]]:
+    """Return the credit that each channel gets by a CREDITS frame; raise BadMessage where it is malformed."""
+    if len(body) != 8 * count:
+        raise BadMessage(f"credit for {count} channels in {len(body)} bytes")
+    flat = struct.unpack(f"<{2 * count}I", body)
+    return list(zip(flat[::2], flat[1::2], strict=True))
+
+
 def close_frame(channel: int, why: str = "") -> bytes:
     """End a channel."""
     body = why.encode("utf-8", "replace")[:1024]
@@ -151,33 +177,28 @@ def split_shared(count: int, body: bytes) -> list[tuple[int, bytes]]:
 
 
 def gathered_frames(pieces: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """Return frames that bring channels, by their numbers, bytes of their own, of which each has a chunk at most."""
-    if len(pieces) == 1:
-        number, data = pieces[0]
-        return [_HEAD.pack(number, len(data)), data]
-    parts: list[bytes] = []
+    """Return frames that bring channels, by their numbers, bytes of their own; each piece is a chunk at most."""
+    frames: list[bytes] = []
     heads: list[int] = []
     chunks: list[bytes] = []
     size = 0
     for number, data in pieces:
         length = len(data)
-        if size + length + 8 > MAX_CHUNK or len(chunks) == _PIECES:
-            _add_gathered(parts, heads, chunks, size)
+        if chunks and (size + length + 8 > MAX_CHUNK or len(chunks) == _PIECES):
+            frames.append(_gathered(heads, chunks, size))
             heads, chunks, size = [], [], 0
         heads += (number, length)
         chunks.append(data)
         size += length + 8
-    _add_gathered(parts, heads, chunks, size)
-    return parts
+    frames.append(_gathered(heads, chunks, size))
+    return frames
 
 
-def _add_gathered(parts: list[bytes], heads: list[int], chunks: list[bytes], size: int) -> None:
+def _gathered(heads: list[int], chunks: list[bytes], size: int) -> bytes:
     count = len(chunks)
     if count == 1:
-        parts += (_HEAD.pack(heads[0], heads[1]), chunks[0])
-    elif count:
-        parts.append(struct.pack(f"<{2 + 2 * count}I", count, GATHERED << 24 | size, *heads))
-        parts += chunks
+        return _HEAD.pack(*heads) + chunks[0]
+    return b"".join((struct.pack(f"<{2 + 2 * count}I", count, GATHERED << 24 | size, *heads), *chunks))
 
 
 def split_gathered(count: int, body: bytes) -> list[tuple[int, bytes]]:
@@ -223,7 +244,7 @@ class ChannelFrames:
                 at = start
                 yield Frame(channel, kind, size, b"")
                 continue
-            if kind > GATHERED:
+            if kind > CREDITS:
                 raise BadMessage(f"unknown kind of frame: {kind}")
             if size > MAX_CHUNK:
                 raise BadMessage(f"a frame of {size} bytes, the limit is {MAX_CHUNK}")

@@ -24,6 +24,7 @@ from rallypoint.protocol.channels import (
     ACCEPTED,
     CLOSE,
     CREDIT,
+    CREDITS,
     DATA,
     GATHERED,
     MAX_CHUNK,
@@ -32,7 +33,7 @@ from rallypoint.protocol.channels import (
     ChannelFrames,
     Frame,
     close_frame,
-    credit_frame,
+    credit_frames,
     gathered_frames,
     split_gathered,
     split_shared,
@@ -246,6 +247,8 @@ class ChannelConnection(asyncio.Protocol):
             for number, data in split_gathered(frame.channel, frame.body):
                 self._dispatch(Frame(number, DATA, len(data), data))
             return
+        if frame.kind == CREDITS:
+            raise BadMessage("credit for several channels, which only a relay gives")
         channel = self.channels.get(frame.channel)
         if channel is None:
             if not 0 < frame.channel < self._next:
@@ -289,9 +292,9 @@ class ChannelConnection(asyncio.Protocol):
             return
         parts = self._closes
         self._closes = []
-        for channel in self._credits:
-            parts.append(credit_frame(channel.number, channel.take_credit()))
-        self._credits.clear()
+        if self._credits:
+            parts += credit_frames([(channel.number, channel.take_credit()) for channel in self._credits])
+            self._credits.clear()
         self._traffic.frames_sent += len(parts)
         touched = self._gather(parts)
         if parts:
@@ -326,7 +329,7 @@ class ChannelConnection(asyncio.Protocol):
                 self._ready[channel] = None
         if pieces:
             frames = gathered_frames(pieces)
-            self._traffic.frames_sent += sum(1 for part in frames if False)
+            self._traffic.frames_sent += len(frames)
             parts += frames
         return touched
 

@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from typing import TYPE_CHECKING
 
+from rallypoint.core.ops import Act
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.channels import MAX_CHUNK, MAX_HEAD, WINDOW, credit_frame, data_head
 from rallypoint.protocol.native import SharedReply
@@ -72,6 +73,18 @@ class Channel:
             self.go_on()
         else:
             self._hand(data)
+
+    def arrival(self, data: bytes) -> Act | None:
+        """Take what came as an arrival at a shared object, if it is one that can be carried out at once."""
+        if self._inbox or self._stalled or self._unsent or self._closing or len(data) > self._window:
+            return None
+        op = self.handler.arrival(data)
+        if op is not None:
+            self._window -= len(data)
+            self._dealt_with += len(data)
+            if self._dealt_with >= GRANT_BYTES:
+                self._grant()
+        return op
 
     def run(self) -> None:
         """Carry out some of what waits."""
@@ -144,7 +157,7 @@ class Channel:
             if not isinstance(data, SharedReply):
                 if size <= MAX_CHUNK:
                     self._credit -= size
-                    self._parent.put(data_head(self.number, size) + data, size)
+                    self._parent.put_piece(self.number, data)
                     return
             elif len(data.head) <= MAX_HEAD:
                 self._credit -= size

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core import ops
@@ -78,6 +79,11 @@ class Clock:
             namespace.objects.changed_timers = list(namespace.objects.timers)
             self.arm_timers(namespace)
 
+    def stop(self) -> None:
+        """See to nothing any more."""
+        self.deadlines = Deadlines()
+        self._arm(0.0)
+
     # What there is to wait for
 
     def follow(self, session: Session, op: ops.Op) -> None:
@@ -97,6 +103,19 @@ class Clock:
             namespace = self._server.state.namespaces[session.namespace]
             self.arm_timers(namespace)
             self._server.go_on_clearing(namespace)
+
+    def follow_arrivals(self, requests: Sequence[tuple[Session, ops.Act]]) -> None:
+        """Set the deadlines of those arrivals at a shared object that wait."""
+        now, deadlines = self.now(), self.deadlines
+        deadlines.set_all(
+            [
+                ((session.serial, op.number), now + op.timeout_s)
+                for session, op in requests
+                if op.number in session.waiting
+            ]
+        )
+        if deadlines.earliest < self._ticks_at:
+            self._arm(self._seen_at)
 
     def beat(self, session: Session) -> None:
         """Keep the leases of a session for another time to live."""
@@ -184,11 +203,18 @@ class Clock:
             serial, number = key
             session = state.sessions.get(serial)
             waiter = session.waiting.get(number) if session is not None else None
-            if session is not None and waiter is not None and waiter.reads:
-                state.outputs.append((session, number, session.time_out(number)))
-                self._server.deliver()
+            if waiter is not None and waiter.reads:
+                self._server.confirmed(lambda: self._time_out(serial, number))
             elif waiter is not None:
                 submit(TimeOut(serial, number))
+
+    def _time_out(self, serial: int, number: int) -> None:
+        """End a read whose time is over, unless it was answered meanwhile."""
+        state = self._server.state
+        session = state.sessions.get(serial)
+        if session is not None and number in session.waiting and session.waiting[number].reads:
+            state.outputs.append((session, number, session.time_out(number)))
+            self._server.deliver()
 
     def _stop_lease(self, key: tuple[str, int, bytes], now: float) -> None:
         """Give up a lease, unless there was a heartbeat since its deadline was set."""

@@ -22,17 +22,23 @@ from typing import TYPE_CHECKING
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.channels import (
     CREDIT,
+    CREDITS,
     DATA,
+    GATHERED,
     MAX_CHUNK,
     SHARED,
     ChannelFrames,
     Frame,
     close_frame,
     data_head,
+    gathered_frames,
     shared_frames,
+    split_credits,
+    split_gathered,
     unpack_head,
 )
 from rallypoint.protocol.native import SharedReply
+from rallypoint.server.arrivals import Arrivals, add, carry_out
 from rallypoint.server.channel import Channel
 
 if TYPE_CHECKING:
@@ -68,7 +74,9 @@ class MultiplexedConnection:
         self._channels: dict[int, Channel] = {}
         self._last = 0  # the highest number that a channel has had
         self._held = 0
-        self._out: list[bytes] = []  # what goes out at the end of this turn
+        self._pieces: list[tuple[int, bytes]] = []  # what goes out at the end of this turn, by channel
+        self._out: list[bytes] = []  # frames that do
+        self._last_out: list[bytes] = []  # those of them that come last: credit, and what closes channels
         self._out_bytes = 0
         self._shared: list[tuple[bytes, list[tuple[int, bytes]]]] = []  # bodies, and who gets each behind which head
         self._sharing: dict[int, list[tuple[int, bytes]]] = {}  # the same heads, by the identity of the body
@@ -94,7 +102,9 @@ class MultiplexedConnection:
     @property
     def blocked(self) -> bool:
         """Whether something waits for the peer to read; where it does read, that has its turn without being called."""
-        return not self._scheduled and bool(self._out or self._shared or self._sending or self._running)
+        return not self._scheduled and bool(
+            self._pieces or self._last_out or self._shared or self._sending or self._running
+        )
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
@@ -161,10 +171,16 @@ class MultiplexedConnection:
         """Return the peer's address."""
         return self._connection.who()
 
-    def put(self, frame: bytes, size: int = 0) -> None:
-        """Send a frame at the end of this turn."""
-        self._out.append(frame)
-        self._out_bytes += size
+    def put(self, frame: bytes) -> None:
+        """Send a frame at the end of this turn, behind what channels have."""
+        self._last_out.append(frame)
+        if not self._busy:
+            self._schedule()
+
+    def put_piece(self, number: int, data: bytes) -> None:
+        """Send bytes of a channel at the end of this turn, together with those of other channels."""
+        self._pieces.append((number, data))
+        self._out_bytes += len(data)
         if not self._busy:
             self._schedule()
 
@@ -208,6 +224,14 @@ class MultiplexedConnection:
 
     def _take(self, frame: Frame) -> None:
         number, kind, size, body = frame
+        if kind == GATHERED:
+            self._take_gathered(split_gathered(number, body))
+            return
+        if kind == CREDITS:
+            for credited, more in split_credits(number, body):
+                if credited in self._channels:
+                    self._channels[credited].add_credit(more)
+            return
         if kind == SHARED:
             raise BadMessage("a shared frame, which only a server sends")
         channel = self._channels.get(number)
@@ -223,6 +247,20 @@ class MultiplexedConnection:
         else:
             self._forget(number)
             channel.end()
+
+    def _take_gathered(self, pieces: list[tuple[int, bytes]]) -> None:
+        """Take bytes of several channels; arrivals at shared objects among them are carried out together."""
+        arrivals: Arrivals = {}
+        channels = self._channels
+        once = len(dict(pieces)) == len(pieces) and not self.paused
+        for number, data in pieces:
+            channel = channels.get(number) or self._open(number)
+            op = channel.arrival(data) if channel is not None and once else None
+            if op is not None and channel is not None:
+                add(arrivals, channel.handler, op, len(data))
+            elif channel is not None and data:
+                channel.receive(data)
+        carry_out(self._server, arrivals)
 
     def _open(self, number: int) -> Channel | None:
         """Open a channel; return None for one that was closed before, or must be now."""
@@ -295,6 +333,9 @@ class MultiplexedConnection:
 
     def _collect(self) -> bytes:
         """Return what goes out now: what was put, and a frame of each channel in line, round after round."""
+        if self._pieces:
+            self._out += gathered_frames(self._pieces)
+            self._pieces.clear()
         if self._shared:
             self._share()
         if self._sending:
@@ -305,6 +346,9 @@ class MultiplexedConnection:
                 self._out_bytes += channel.take(self._out)
             self._busy = False
         out, self._out_bytes = self._out, 0
+        if self._last_out:
+            out += self._last_out
+            self._last_out.clear()
         data = out[0] if len(out) == 1 else b"".join(out)
         out.clear()
         if self._sending or self._running:

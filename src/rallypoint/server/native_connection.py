@@ -15,15 +15,18 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.core import entries, ops
+from rallypoint.core.arrivals import GATHERS
 from rallypoint.core.records import LATER, Push
 from rallypoint.core.session import Session
 from rallypoint.core.state import Namespace
 from rallypoint.errors import LimitExceeded, StoreError
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import (
+    ACT,
     GARBLED,
     Frames,
     SharedReply,
+    decode_act,
     decode_request,
     encode_answer,
     encode_items,
@@ -82,7 +85,7 @@ class NativeConnection:
         self._parked_bytes = 0
         self._resending = False  # pushes, after the session was resumed
         self._resent = 0  # the number of the last one
-        self._pending = 0
+        self._pending = int(server.log is not None and server.log.confirms)  # then reads wait, too, to be confirmed
         self._queued = 0
         self.held = 0
         """How many bytes of requests are held that could not be carried out yet."""
@@ -201,6 +204,48 @@ class NativeConnection:
             self._connection.stall()
         return b""
 
+    # Arrivals at a shared object, which others on the same connection may have at the same moment
+
+    def arrival(self, data: bytes) -> ops.Act | None:
+        """Return what came, if it is an arrival that can be carried out now; else `receive` has to take it."""
+        session = self.session
+        if data[4:6] != ACT or unpack_length(data)[0] != len(data) - 4:
+            return None
+        if session is None or session.link is not self or session.over or session.late:
+            return None
+        if self._halted or self._backlog or self._parked or self._resending or self._frames.held:
+            return None
+        if self._server.log is not None and self._server.log.crowded:
+            return None
+        try:
+            op: ops.Act = decode_act(data[4:])
+        except GARBLED:
+            return None
+        return op if op.number > session.highest and op.command.__class__ in GATHERS else None
+
+    def answer(self, op: ops.Act, answer: Any) -> None:
+        """Send the answer of an arrival that was carried out at once."""
+        self._connection.send(encode_answer(op.number, answer))
+
+    def submitted(self, size: int) -> None:
+        """Note that an arrival waits to be committed."""
+        self._pending += 1
+        self._queued += size
+        if self._queued > MAX_QUEUED_BYTES:
+            self._connection.stall()
+
+    def arrived(self, op: ops.Act, size: int, answer: Any) -> None:
+        """Answer an arrival that was committed and carried out, unless that comes later."""
+        connection = self._connection
+        if answer is not LATER:
+            if self._parked or self._halted or connection.paused or connection.closing:
+                self._park_answer(op, size)
+            else:
+                connection.send(encode_answer(op.number, answer))
+        self._pending -= 1
+        self._queued -= size
+        self._go_on()
+
     def _check_repeated(self, session: Session, op: ops.Op) -> None:
         if isinstance(op, (ops.Confirm, ops.Beat)):
             return
@@ -315,8 +360,11 @@ class NativeConnection:
 
     def _park(self, session: Session, op: ops.Op, size: int) -> None:
         """Carry out a change, and answer it when the peer reads on; a read waits until then."""
-        answered = not op.changes or self._run(session, op, late=True)
-        if answered and not self._connection.closing:
+        if not op.changes or self._run(session, op, late=True):
+            self._park_answer(op, size)
+
+    def _park_answer(self, op: ops.Op, size: int) -> None:
+        if not self._connection.closing:
             self._parked.append((op, size))
             self._parked_bytes += size
             self.held += size

@@ -34,7 +34,7 @@ def holdings(namespace: Namespace) -> dict[str, Any]:
     return {
         "keys": engine.keys,
         "queues": engine.queues,
-        "waiting": engine.waiters,
+        "waiting": engine.waiters + namespace.objects.waiting,
         "watches": engine.watches,
         "leased_keys": engine.leased_keys,
         "objects": namespace.objects.statistics(),
