@@ -132,4 +132,4 @@ class Servers:
         return [index for index in self.running if index != leader]
 
     def _serve(self, **settings: Any) -> Serving:
-        return Serving(self._place, storage=self.store, **{**self._settings, **settings})
+        return Serving(self._place, **{"storage": self.store, **self._settings, **settings})

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 from tests.core.logged_state import Server
-from tests.storage.etcd_logs import Book, commit, run
+from tests.storage.etcd_logs import Book, commit, confirm, run
 from tests.wire import AMPLE_S
 
 from rallypoint.core import entries, ops
@@ -83,7 +83,7 @@ async def compact(storage: EtcdStorage) -> dict[str, float]:
     while not storage.compact_if_due():  # it is once the log is larger than the last snapshot
         await commit(storage)
     while all(storage.statistics()[name] == before[name] for name in names):
-        await asyncio.sleep(0.01)
+        await confirm(storage)
     return storage.statistics()
 
 
