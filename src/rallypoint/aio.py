@@ -259,7 +259,8 @@ class _Session:
 
     def _noticed(self) -> None:
         """Take in what the server has said of itself: calls may have to end sooner than it can answer."""
-        self._route.learn(self._core.servers)
+        if self._core.servers:
+            self._route.learn(self._core.servers)
         for limit in list(self._limits.values()):
             limit.look()
         if self._doubting is None and self._link is not None:

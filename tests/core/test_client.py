@@ -74,6 +74,8 @@ def test_a_notice_is_taken_in_and_is_no_answer() -> None:
     assert client.sole(native.frame((0, Status.OK, notice)), 1) is None
     assert client.receive(native.frame((0, Status.OK, Notice(["tcp://b:1"])))) == []
     assert client.trouble == "" and client.servers is not known
+    client.receive(native.frame((0, Status.OK, Notice(trouble="why"))))
+    assert (client.trouble, client.servers) == ("why", ["tcp://b:1"]), "a relay does not know them"
     client.receive(native.frame((0, Status.OK, notice)))
     client.greet()
     assert client.trouble == "", "another server may answer now"

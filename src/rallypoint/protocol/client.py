@@ -285,7 +285,9 @@ class Client:
             notice = msgspec.convert(reply.result, Notice)
         except msgspec.ValidationError as error:
             raise BadMessage(f"malformed notice from the server: {error}") from None
-        self.servers, self.trouble = notice.servers, notice.trouble
+        self.trouble = notice.trouble
+        if notice.servers is not None:
+            self.servers = notice.servers
         return True
 
     def expects(self, reply: Reply) -> bool:

@@ -137,8 +137,8 @@ class Welcome(Struct, array_like=True):
 class Notice(Struct):
     """What is so about the server from now on. It is a map, so that a welcome, an array, is never mistaken for one."""
 
-    servers: Servers = []
-    """The addresses of all servers of the store."""
+    servers: Servers | None = None
+    """The addresses of all servers of the store; None where they are as before, or not known."""
 
     trouble: Annotated[str, Meta(max_length=MAX_WHY)] = ""
     """Why the server can answer nothing at the moment, for etcd does not answer it; empty: it can."""

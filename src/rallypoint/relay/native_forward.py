@@ -9,7 +9,8 @@ channel ends, so does the connection: the client resumes its session, by this re
 up, what it sent is passed on, and then the channel is closed.
 
 A client that comes while the server is away is held for a while: it is back as a rule before the client's own pauses,
-on top of the relay's, would have let it come again, and the grace of its session is short.
+on top of the relay's, would have let it come again, and the grace of its session is short. Where the servers say that
+etcd has no quorum, it is told so, as a server would.
 
 Rejected: to keep a client's connection over an outage of the server. The relay would have to know which of its
 requests were answered, which is what the client's own session is for.
@@ -23,9 +24,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from rallypoint.core.records import Status
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.channels import WINDOW
-from rallypoint.protocol.native import GARBLED, decode_hello, frame, unpack_length
+from rallypoint.protocol.native import GARBLED, MAX_WHY, Notice, decode_hello, frame, unpack_length
 from rallypoint.relay.channel import Channel
 from rallypoint.relay.upstream import Upstream
 from rallypoint.server.connection import Connection
@@ -67,6 +69,7 @@ class NativeForward:
             left_s = HOLD_S - (time.monotonic() - upstream.since)
             self._holding = asyncio.get_running_loop().call_later(max(left_s, 0.0), connection.close)
             upstream.on_connected(self._connect)
+            upstream.on_trouble(self._tell)
 
     @property
     def held(self) -> int:
@@ -84,7 +87,10 @@ class NativeForward:
         channel = self._channel
         if channel is None:
             if self._holding is not None:
+                begins = not self._early
                 self._early += data
+                if begins and self._upstream.trouble:
+                    self._tell()
                 if len(self._early) >= WINDOW:
                     self._connection.stall()
             return b""
@@ -131,12 +137,18 @@ class NativeForward:
             if not self._channel.unsent:
                 self._connection.read_on()
 
+    def _tell(self) -> None:
+        """Tell a client that has said hello, and is held, whether there is no quorum."""
+        if self._early:
+            self._connection.send(frame((0, Status.OK, Notice(trouble=self._upstream.trouble[:MAX_WHY]))))
+
     def _release(self) -> None:
         """Hold the client no longer."""
         if self._holding is not None:
             self._holding.cancel()
             self._holding = None
             self._upstream.forget(self._connect)
+            self._upstream.forget_trouble(self._tell)
 
     def end(self) -> None:
         """Close the channel behind what the client sent."""

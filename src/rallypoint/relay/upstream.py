@@ -65,6 +65,9 @@ class Upstream:
         self.why = "not connected yet"
         """Why there is no connection; "" while there is one."""
 
+        self.trouble = ""
+        """Why no server leads, where one said that etcd has no quorum."""
+
         self.since = time.monotonic()
         """Since when there is a connection, or none."""
 
@@ -78,6 +81,7 @@ class Upstream:
         self._cuts = Cuts(self._route)
         self._connection: ChannelConnection | None = None
         self._callbacks: list[Callable[[], None]] = []
+        self._troubled: list[Callable[[], None]] = []
         self._lost = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._said = False
@@ -133,6 +137,10 @@ class Upstream:
         """Take the addresses of all servers of the store, as one of them said."""
         self._route.learn(servers)
 
+    def on_trouble(self, callback: Callable[[], None]) -> None:
+        """Call back when `trouble` changes, while there is no connection."""
+        self._troubled.append(callback)
+
     def on_connected(self, callback: Callable[[], None]) -> None:
         """Call back at every connection that is made; soon, if there is one already."""
         self._callbacks.append(callback)
@@ -142,6 +150,10 @@ class Upstream:
     def forget(self, callback: Callable[[], None]) -> None:
         """Undo `on_connected`."""
         self._callbacks.remove(callback)
+
+    def forget_trouble(self, callback: Callable[[], None]) -> None:
+        """Undo `on_trouble`."""
+        self._troubled.remove(callback)
 
     def statistics(self) -> dict[str, Any]:
         """Return where it is connected, or why not, and what went over it."""
@@ -202,13 +214,14 @@ class Upstream:
             if search.wants_look:
                 await asyncio.get_running_loop().run_in_executor(None, search.look)
             self.why = search.why
+            self._note(search.why if search.no_quorum else "")
             self._say()
             await asyncio.sleep(min(search.pause_s(), PAUSE_S))
 
     def _adopt(self, connection: ChannelConnection) -> None:
         self._connection = connection
         self.connections += 1
-        self.why = ""
+        self.why = self.trouble = ""
         away_s, self.since = time.monotonic() - self.since, time.monotonic()
         if self._said:
             self._said = False
@@ -227,6 +240,13 @@ class Upstream:
             self.why = connection.why
             self.since = time.monotonic()
             self._lost.set()
+
+    def _note(self, trouble: str) -> None:
+        """Tell those who wait why no server leads, if there is news."""
+        changed, self.trouble = bool(trouble) != bool(self.trouble), trouble
+        if changed:
+            for callback in list(self._troubled):
+                callback()
 
     def _say(self) -> None:
         """Tell the log, once, that there has been no connection for a while."""

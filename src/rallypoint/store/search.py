@@ -96,7 +96,7 @@ class Search:
         self._leader: net.Endpoint | None = None  # that a server which stands by has named in this round
         self._told: dict[Address, tuple[str, bool]] = {}  # what each of those said last
         self._standbys = 0  # how many there were in this round
-        self._no_quorum = False  # whether one said so in this round
+        self._no_quorum = self._had_none = False  # whether one said so in this round, and in the one before
         self._looks, self._look_at = 0, 0.0
         self._looked: Mapping[str, str] = {}  # what came of the last look, where that was of no use
 
@@ -106,7 +106,7 @@ class Search:
         There is nothing behind a relay that waits for its server.
         """
         self._useless = self._standbys = 0
-        self._no_quorum, self._leader = False, None
+        self._had_none, self._no_quorum, self._leader = self._no_quorum, False, None
         if self._route.relayed and self._route.relay is not None:
             self._relay_waits = False
             limit_s = RESUMING_S[0] if self._resumes else RELAY_S
@@ -214,7 +214,12 @@ class Search:
     @property
     def no_quorum(self) -> Mapping[str, str]:
         """What happened last at each address, where one of them said that etcd has no quorum; else nothing."""
-        return self._tried if self._no_quorum else {}
+        return self._tried if self._without_quorum else {}
+
+    @property
+    def _without_quorum(self) -> bool:
+        """Whether etcd has no quorum, as far as is known: the round in which time ran out may have met nobody."""
+        return self._no_quorum or (self._had_none and self._deadline.expired())
 
     @property
     def _tried(self) -> Mapping[str, str]:
@@ -222,7 +227,7 @@ class Search:
 
     def pause_s(self) -> float:
         """Return how long to wait before the next round; raise ConnectFailed or NoQuorum where there is to be none."""
-        if self._no_quorum and self._resumes:
+        if self._without_quorum and self._resumes:
             self._deadline.at = time.monotonic() + self._deadline.timeout_s
         vain = self._route.look is None and self._useless >= len(self._route.addresses)
         if vain or self._deadline.expired():
@@ -236,6 +241,6 @@ class Search:
 
     def _give_up(self) -> None:
         name, timeout_s = self._route.name, self._deadline.timeout_s
-        if self._no_quorum:
+        if self._without_quorum:
             raise NoQuorum(store=self._route.label, timeout_s=timeout_s, tried=self._tried)
         raise ConnectFailed(peer=name, timeout_s=timeout_s, tried=self._tried)

@@ -649,7 +649,8 @@ class Wire:
 
     def _noticed(self) -> None:
         """Take in what the server has said of itself, the lock being held: calls may have to end sooner."""
-        self._route.learn(self._core.servers)
+        if self._core.servers:
+            self._route.learn(self._core.servers)
         for slot in list(self._slots.values()):
             slot.ring()
 
