@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
+from rallypoint.core.call_waiter import CallWaiter
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import Done
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import CallWaiter, Shared, Turn, Waiter, Want, Watch
+from rallypoint.core.records import Shared, Turn, Waiter, Want, Watch
 from rallypoint.core.session import PUSH_BYTES, Session
 from rallypoint.core.state import Namespace, State
 from rallypoint.core.visitor import Visitor

@@ -15,6 +15,7 @@ import pytest
 from rallypoint.core import objects, rendezvous
 from rallypoint.core.barrier import Arrive, Withdraw
 from rallypoint.core.barrier import Leave as LeaveBarrier
+from rallypoint.core.call_waiter import CallWaiter, Woken
 from rallypoint.core.deadlines import NEVER, Deadlines
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.exchange import Give, TakeBack
@@ -23,7 +24,7 @@ from rallypoint.core.lock import Acquire, Release
 from rallypoint.core.machine import Call, Command, Done, Refused, Waiting
 from rallypoint.core.objects import MAX_IDLE, MAX_IDLE_BYTES, Objects
 from rallypoint.core.ops import Add, Confirm, Drop, Op, Pop
-from rallypoint.core.records import CallWaiter, Status, Woken
+from rallypoint.core.records import Status
 from rallypoint.core.rendezvous import Close, Join, Leave, Look, Open
 from rallypoint.errors import StoreFull
 from rallypoint.protocol.client import CONFIRM_EVERY, Client, Reply

@@ -5,6 +5,8 @@ It comes to exactly what its requests would, one after the other: the same answe
 them are new, and wait; then the machine takes them in together (`Machine.take_in`), which costs a third. Where that
 cannot be, for one of them is repeated, looks again, is refused, or ends the round, they are carried out one by one.
 
+When a round ends, all who waited for it get one answer, which is encoded, weighed and bounded once (`end_calls`).
+
 `GATHERS` are the commands for which this pays: those by which many come to one object and wait.
 
 Rejected: one wait that the members of a group share. Each of them may give up, be cut off, die, or go on by another
@@ -17,21 +19,23 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core import barrier, exchange
+from rallypoint.core import session as session_module
+from rallypoint.core.call_waiter import CallWaiter
 from rallypoint.core.machine import Call
 from rallypoint.core.objects import call_bytes
 from rallypoint.core.ops import Act
-from rallypoint.core.records import LATER, CallWaiter
+from rallypoint.core.records import LATER, weigh
+from rallypoint.core.session import Session
 
 if TYPE_CHECKING:
-    from rallypoint.core.session import Session
-    from rallypoint.core.state import Namespace
+    from rallypoint.core.state import Namespace, State
 
-__all__ = ["GATHERS", "arrive"]
+__all__ = ["GATHERS", "arrive", "arrive_if_there", "end_calls"]
 
 GATHERS = frozenset((barrier.Arrive, exchange.Give))
 """The commands of arrivals."""
 
-Requests = Sequence[tuple["Session", Act]]
+Requests = Sequence[tuple[Session, Act]]
 
 
 def arrive(namespace: Namespace, requests: Requests) -> list[Any]:
@@ -45,6 +49,14 @@ def arrive(namespace: Namespace, requests: Requests) -> list[Any]:
         if engine.outbox and engine.relieve is not None:
             engine.relieve(engine)
     return answers
+
+
+def arrive_if_there(state: State, sessions: Sequence[int], ops: Sequence[Act]) -> list[Any]:
+    """Carry out arrivals of sessions of one namespace, by their serials; `LATER` for those that have ended."""
+    found = [state.sessions.get(serial) for serial in sessions]
+    requests = [(session, op) for session, op in zip(found, ops, strict=True) if session is not None]
+    answers = iter(arrive(state.namespaces[requests[0][0].namespace], requests) if requests else ())
+    return [LATER if session is None else next(answers) for session in found]
 
 
 def _all_wait(namespace: Namespace, requests: Requests) -> bool:
@@ -79,3 +91,25 @@ def _all_wait(namespace: Namespace, requests: Requests) -> bool:
         else:
             table[tag] = {(place, call_id): waiter}
     return True
+
+
+def end_calls(waiters: list[CallWaiter], answer: Any) -> list[tuple[Session, int, Any]]:
+    """Give one answer to calls on a shared object of many sessions; return whose, by which number, and what to send."""
+    ended: list[tuple[Session, int, Any]] = []
+    session: Any = waiters[0].owner
+    budget = session._budget
+    if answer.__class__ in session_module.LONG:
+        answer = session.bounded(answer, None, waiters[0].keys[0])
+    size = weigh(answer)
+    kept = (answer, size)
+    for waiter in waiters:
+        session, number = waiter.owner, waiter.number
+        if session.waiting.pop(number, None) is None:  # dropped
+            continue
+        session.kept[number] = kept
+        session._kept_bytes += size
+        budget.hold(answer, size)
+        if budget.kept > budget.limit or len(session.kept) > session_module.MAX_KEPT:
+            session.late = True
+        ended.append((session, number, answer))
+    return ended

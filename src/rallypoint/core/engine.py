@@ -37,10 +37,10 @@ from itertools import filterfalse, islice
 from typing import Any
 
 from rallypoint.core import ops
+from rallypoint.core.call_waiter import CallWaiter, Woken
 from rallypoint.core.key_index import KeyIndex
 from rallypoint.core.records import (
     Answer,
-    CallWaiter,
     Drawn,
     Event,
     InternalError,
@@ -51,7 +51,6 @@ from rallypoint.core.records import (
     Waiter,
     Want,
     Watch,
-    Woken,
     internal_error,
     show,
 )

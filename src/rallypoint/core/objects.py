@@ -19,10 +19,11 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
+from rallypoint.core.call_waiter import CallWaiter
 from rallypoint.core.doubts import Doubts
 from rallypoint.core.engine import ENTRY_BYTES, Engine
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
-from rallypoint.core.records import CallWaiter, show
+from rallypoint.core.records import show
 from rallypoint.core.shared_answer import Encoded, as_shared, encode_once
 
 __all__ = ["Objects", "call_bytes"]

@@ -8,17 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum, auto
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
-from msgspec import Struct
-
-from rallypoint.core.machine import Call, Command, Done, Refused, Waiting
+from rallypoint.core.machine import Done, Refused, Waiting
 from rallypoint.errors import StoreError
 
 __all__ = [
     "LATER",
     "Answer",
-    "CallWaiter",
     "Drawn",
     "Event",
     "InternalError",
@@ -33,7 +30,6 @@ __all__ = [
     "Want",
     "Waiter",
     "Watch",
-    "Woken",
     "internal_error",
     "pack",
     "show",
@@ -155,39 +151,6 @@ class Waiter:
     def size(self) -> int:
         """The bytes of its keys."""
         return sum(map(len, self.keys))
-
-
-class CallWaiter(Struct, eq=False):
-    """A call on a shared object of which the object may keep something, and the request that waits for it.
-
-    It is its owner's as other waits are, and `core/objects.py` has it. `waits` is False between two looks, when its
-    caller has heard why it waits and has not asked again; `size` is what is counted for it.
-    """
-
-    owner: Any
-    number: int
-    call: Call
-    command: Command
-    name: bytes
-    size: int
-    waits: bool = True
-
-    reads: ClassVar[bool] = False
-    want: ClassVar[Want] = Want.CALL
-
-    @property
-    def keys(self) -> tuple[bytes, ...]:
-        """The name of the object, for people."""
-        return (self.name,)
-
-
-class Woken:
-    """Calls on a shared object that are over, all with the same answer."""
-
-    __slots__ = ("waiters",)
-
-    def __init__(self, waiters: list[CallWaiter]) -> None:
-        self.waiters = waiters
 
 
 class Watch:

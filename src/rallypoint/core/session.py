@@ -20,13 +20,14 @@ from itertools import chain, islice
 from typing import Any
 
 from rallypoint.core import ops
+from rallypoint.core.call_waiter import CallWaiter
 from rallypoint.core.engine import EXECUTE, Engine
 from rallypoint.core.machine import Call, Done, Waiting
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import LATER, CallWaiter, Event, Push, Shared, Turn, Waiter, Want, Watch, show, weigh
+from rallypoint.core.records import LATER, Event, Push, Shared, Turn, Waiter, Want, Watch, show, weigh
 from rallypoint.errors import LimitExceeded, StoreError
 
-__all__ = ["MAX_KEPT", "MAX_PUSHES", "SHOWN", "ReplyBudget", "Session", "end_calls"]
+__all__ = ["MAX_KEPT", "MAX_PUSHES", "SHOWN", "ReplyBudget", "Session"]
 
 MAX_KEPT, MAX_PUSHES = 8192, 131_072
 """How many answers, and how many pushes, a session may leave unconfirmed; a `ReplyBudget` counts their bytes."""
@@ -227,8 +228,8 @@ class Session:
     def finish(self, op: ops.Op, answer: Any) -> Any:
         """Return the answer of a request as it may be sent; keep it, if the request changes something."""
         kind = op.__class__
-        if answer.__class__ in _LONG and (kind.changes or len(answer) <= MAX_LISTED):
-            answer = self._bounded(answer, op)
+        if answer.__class__ in LONG and (kind.changes or len(answer) <= MAX_LISTED):
+            answer = self.bounded(answer, op)
         if kind.changes and answer is not LATER:
             self._keep(op.number, answer)
         return answer
@@ -247,8 +248,8 @@ class Session:
             self.taken[number] = (handle.keys[0], answer)
         elif answer.__class__ is Turn:
             self.turns[number] = answer
-        if answer.__class__ in _LONG and not (handle.reads and len(answer) > MAX_LISTED):
-            answer = self._bounded(answer, None, handle.keys[0])
+        if answer.__class__ in LONG and not (handle.reads and len(answer) > MAX_LISTED):
+            answer = self.bounded(answer, None, handle.keys[0])
         if not handle.reads:
             self._keep(number, answer)
         return answer
@@ -314,7 +315,7 @@ class Session:
 
     # Inside
 
-    def _bounded(self, answer: Any, op: ops.Op | None, name: bytes = b"") -> Any:
+    def bounded(self, answer: Any, op: ops.Op | None, name: bytes = b"") -> Any:
         """Return an answer, or an error in its place if it is too long to send or to keep."""
         limit = self._budget.answer_limit
         if answer.__class__ is Done:
@@ -465,34 +466,12 @@ class Session:
         return LATER  # heartbeats are the host's, who has the clock
 
 
-def end_calls(waiters: list[CallWaiter], answer: Any) -> list[tuple[Session, int, Any]]:
-    """Give one answer to calls on a shared object of many sessions; return whose, by which number, and what to send."""
-    ended: list[tuple[Session, int, Any]] = []
-    session: Any = waiters[0].owner
-    budget = session._budget
-    if answer.__class__ in _LONG:
-        answer = session._bounded(answer, None, waiters[0].keys[0])
-    size = weigh(answer)
-    kept = (answer, size)
-    for waiter in waiters:
-        session, number = waiter.owner, waiter.number
-        if session.waiting.pop(number, None) is None:  # dropped
-            continue
-        session.kept[number] = kept
-        session._kept_bytes += size
-        budget.hold(answer, size)
-        if budget.kept > budget.limit or len(session.kept) > MAX_KEPT:
-            session.late = True
-        ended.append((session, number, answer))
-    return ended
-
-
 def _weigh_push(push: Push) -> int:
     event = push.event
     return PUSH_BYTES + len(event.key) + (len(event.value) if event.value is not None else 0)
 
 
-_LONG: frozenset[type[Any]] = frozenset((list, tuple, Done, Waiting))
+LONG: frozenset[type[Any]] = frozenset((list, tuple, Done, Waiting))
 _SPECIAL: dict[type[ops.Op], Callable[[Session, Any], Any]] = {
     ops.Pop: Session._pop,
     ops.Take: Session._take,

@@ -23,12 +23,13 @@ from typing import Any
 import msgspec
 
 from rallypoint.core import entries
+from rallypoint.core.call_waiter import CallWaiter
 from rallypoint.core.engine import Engine
 from rallypoint.core.key_index import KeyIndex
 from rallypoint.core.machine import Call, Done, Machine, Refused
 from rallypoint.core.objects import Objects
 from rallypoint.core.ops import Commands
-from rallypoint.core.records import CallWaiter, Event, Packed, Push, Shared, Turn, Waiter, Want, Watch, pack
+from rallypoint.core.records import Event, Packed, Push, Shared, Turn, Waiter, Want, Watch, pack
 from rallypoint.core.session import Session
 from rallypoint.core.state import MACHINES, Limits, Namespace, OtherVersion, State
 from rallypoint.core.visitor import Visitor

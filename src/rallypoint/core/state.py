@@ -20,7 +20,8 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from rallypoint.core import barrier, exchange, lock, rendezvous, roster
-from rallypoint.core.arrivals import arrive
+from rallypoint.core.arrivals import arrive_if_there, end_calls
+from rallypoint.core.call_waiter import Woken
 from rallypoint.core.engine import Engine
 from rallypoint.core.entries import (
     VERSION,
@@ -42,8 +43,8 @@ from rallypoint.core.entries import (
 )
 from rallypoint.core.machine import Machine
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import LATER, Woken
-from rallypoint.core.session import ReplyBudget, Session, end_calls
+from rallypoint.core.records import LATER
+from rallypoint.core.session import ReplyBudget, Session
 from rallypoint.core.visitor import Visitor
 
 __all__ = ["MACHINES", "MAX_RESTARTS", "SLICE_KEYS", "UNKNOWN_SESSION", "Limits", "Namespace", "OtherVersion", "State"]
@@ -185,11 +186,7 @@ class State:
         return LATER if session is None else session.execute(entry.op)
 
     def _arrivals(self, entry: Arrivals) -> list[Any]:
-        """Return the answer of each request, `LATER` where its session has ended."""
-        sessions = list(map(self.sessions.get, entry.sessions))
-        requests = [(session, op) for session, op in zip(sessions, entry.ops, strict=True) if session is not None]
-        answers = iter(arrive(self.namespaces[requests[0][0].namespace], requests) if requests else ())
-        return [LATER if session is None else next(answers) for session in sessions]
+        return arrive_if_there(self, entry.sessions, entry.ops)
 
     def _visit(self, entry: Visit) -> Any:
         namespace = self.namespaces.get(entry.namespace)
