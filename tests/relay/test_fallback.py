@@ -26,7 +26,7 @@ from tests.wire import AMPLE_S, read_line, script, until
 import rallypoint
 from rallypoint import aio, net
 from rallypoint.protocol.native import ACCEPTED, PREFACE
-from rallypoint.store import peer_check, relay_address, route
+from rallypoint.store import peer_check, relay_address, search
 from rallypoint.store.relay_address import VARIABLE, RelayAddress
 
 
@@ -39,8 +39,8 @@ def server() -> Iterator[rallypoint.Server]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no address be taken for a silent one because this machine is busy."""
-    monkeypatch.setattr(route, "RELAY_S", AMPLE_S)
-    monkeypatch.setattr(route, "RESUMING_S", (AMPLE_S / 2, AMPLE_S / 2))
+    monkeypatch.setattr(search, "RELAY_S", AMPLE_S)
+    monkeypatch.setattr(search, "RESUMING_S", (AMPLE_S / 2, AMPLE_S / 2))
     monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", AMPLE_S)
     monkeypatch.delenv(VARIABLE, raising=False)
 
@@ -117,7 +117,7 @@ def test_a_relay_that_is_not_there_is_passed_over(
     how: str, server: rallypoint.Server, relay: Cutter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == SILENT:
-        monkeypatch.setattr(route, "RELAY_S", 0.2)
+        monkeypatch.setattr(search, "RELAY_S", 0.2)
     relay.go_down(how)
     with rallypoint.connect(server.url, AMPLE_S) as store:
         store.set("k", "v")
@@ -157,7 +157,7 @@ def test_another_store_at_the_relays_port_is_known_by_its_identity(
 def test_a_plain_pytorch_server_upstream_is_spoken_to_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed import TCPStore
 
-    monkeypatch.setattr(route, "RELAY_S", 0.2)
+    monkeypatch.setattr(search, "RELAY_S", 0.2)
     pytorchs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pytorchs.set("k", "v")
     with rallypoint.Relay(f"tcp://127.0.0.1:{pytorchs.port}") as relay:
@@ -193,7 +193,7 @@ def test_a_relay_without_its_server_is_waited_for(
 
 
 def test_but_not_for_long(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "RELAY_S", 0.2)
+    monkeypatch.setattr(search, "RELAY_S", 0.2)
     with Impostor(ACCEPTED) as alone:
         name(monkeypatch, alone.port, server.port)
         with rallypoint.connect(server.url, AMPLE_S) as store:
@@ -475,7 +475,7 @@ def test_asyncio_clients_do_the_same(server: rallypoint.Server, relay: Cutter) -
 def test_asyncio_clients_pass_over_what_is_no_relay(
     says: bytes, server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(route, "RELAY_S", 0.2)
+    monkeypatch.setattr(search, "RELAY_S", 0.2)
 
     async def main() -> None:
         async with await aio.connect(server.url, AMPLE_S) as store:

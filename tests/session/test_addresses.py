@@ -24,7 +24,7 @@ from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Frames, frame
 from rallypoint.recipes.hosting import host_of
-from rallypoint.store import peer_check, route
+from rallypoint.store import peer_check, search
 
 DEADLINE_S = 60
 
@@ -38,7 +38,7 @@ def server() -> Iterator[rallypoint.Server]:
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let no address be taken for a silent one because this machine is busy; tests of silence have their own moment."""
-    monkeypatch.setattr(route, "PATIENCE_S", (DEADLINE_S / 2, DEADLINE_S / 2))
+    monkeypatch.setattr(search, "PATIENCE_S", (DEADLINE_S / 2, DEADLINE_S / 2))
     monkeypatch.setattr(peer_check, "PING_S", DEADLINE_S)
 
 
@@ -155,7 +155,7 @@ def test_again_and_again_until_one_is_there(ways: list[Cutter]) -> None:
 
 
 def test_one_that_says_nothing_is_passed_over(ways: list[Cutter], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "PATIENCE_S", (0.2, 30.0))
+    monkeypatch.setattr(search, "PATIENCE_S", (0.2, 30.0))
     with silent() as mute, connect(mute, ways[0].port) as store:
         assert store.port == ways[0].port
 
@@ -173,7 +173,7 @@ def test_where_none_is_a_gateway_there_is_no_second_round() -> None:
             connect(torchs.port, web.port)
         assert torchs.calls == web.calls == 1
     assert caught.value.tried == {
-        f"127.0.0.1:{torchs.port}": route.NO_GATEWAY,
+        f"127.0.0.1:{torchs.port}": search.NO_GATEWAY,
         f"127.0.0.1:{web.port}": "not a store: it answered b'HTTP'",
     }
 
@@ -279,7 +279,7 @@ def test_one_that_welcomes_and_hangs_up_is_left(ways: list[Cutter]) -> None:
 
 
 def test_a_silent_one_is_passed_over(ways: list[Cutter], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "PATIENCE_S", (0.2, 30.0))
+    monkeypatch.setattr(search, "PATIENCE_S", (0.2, 30.0))
     with silent() as mute, connect(ways[0].port, mute, ways[1].port) as store:
         store.lease("mine", "v")
         ways[0].stop()
@@ -288,7 +288,7 @@ def test_a_silent_one_is_passed_over(ways: list[Cutter], monkeypatch: pytest.Mon
 
 
 def test_where_it_was_is_silent_now(ways: list[Cutter], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(route, "PATIENCE_S", (0.2, 30.0))
+    monkeypatch.setattr(search, "PATIENCE_S", (0.2, 30.0))
     with silent() as mute, through(ways) as store:
         store.lease("mine", "v")
         ways[0].redirect(mute)
