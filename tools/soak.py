@@ -51,6 +51,7 @@ def replay(seed: int, histories: int, tests: list[str]) -> tuple[dict[str, str],
     variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories), "KILLING_S": str(KILLING_S)}
     variables["SEEDS"] = str(SCHEDULES)
     variables["KILLS"], variables["KILLED_HISTORIES"] = str(KILLS), str(histories)
+    variables["REPLICATED_HISTORIES"] = str(histories)
     return variables, [sys.executable, "-m", "pytest", "-x", "-q", f"--hypothesis-seed={seed}", *tests]
 
 

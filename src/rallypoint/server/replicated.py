@@ -2,8 +2,8 @@
 
 Who stands by follows the log with a state of its own, and tells native clients where the leader is. It takes over when
 there is no leader: when the leader's key in etcd has gone with its lease, or its address refuses connections
-(`follower.py`). To lead is to write the next epoch, with a transaction that only one server wins, and to read the rest
-of the log, to which nobody else can append any more. The first entry of every leader says that it starts; from then on
+(`follower.py`). To lead is to write the next epoch, which only one server can (`candidate.py`), and to read the rest of
+the log, to which nobody else can append any more. The first entry of every leader says that it starts; from then on
 everything is as after a restart of a server with a data directory: sessions have a grace to come back.
 
 A leader ends when another has taken over, which its next commit or read finds out, or when it has not reached etcd for
@@ -20,61 +20,42 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import secrets
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
-from rallypoint.errors import DiskFull, EtcdRefused, NoQuorum, RallypointError, StoreError
-from rallypoint.etcd import answers, messages
+from rallypoint.errors import DiskFull, NoQuorum, StoreError
+from rallypoint.etcd import messages
 from rallypoint.etcd.address import Address
 from rallypoint.etcd.answers import WatchAnswer
-from rallypoint.etcd.client import Client, LeaseGone, Refusal
+from rallypoint.etcd.client import Client, Refusal
 from rallypoint.etcd.lease import Lease
-from rallypoint.etcd.messages import Method, Txn
 from rallypoint.etcd.watch import watch
 from rallypoint.protocol.native import MAX_WHY, Standby, standby
+from rallypoint.server.candidate import CALL_S, PAUSE_S, Candidate
 from rallypoint.server.follower import Follower, leader_gone
 from rallypoint.server.running import url_of
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
 from rallypoint.storage.errors import Deposed, StoreGone
-from rallypoint.storage.etcd import LATE_S, EtcdStorage
-from rallypoint.storage.etcd_layout import Layout, Leader, Server, encode
-from rallypoint.storage.etcd_reader import Head, Overtaken, Reader
+from rallypoint.storage.etcd import EtcdStorage
+from rallypoint.storage.etcd_layout import Layout, Leader
+from rallypoint.storage.etcd_reader import Head, Overtaken
 
 __all__ = ["ReplicatedServer"]
 
 log = logging.getLogger("rallypoint.server")
 
-LEASE_S = 3
-"""How long a server may be out of reach for etcd before another leads."""
-
 STEP_DOWN_S = 5.0
-"""How long a leader goes on without etcd; others may have taken over after `LEASE_S` and a moment."""
+"""How long a leader goes on without etcd; others may have taken over after `candidate.LEASE_S` and a moment."""
 
 CONFIRM_S = 1.0
 """How often a leader makes sure that it still is, though nobody asks it anything."""
 
-FULL_S = 1.0
-"""How long to wait before etcd is asked again that has no room."""
-
 REACH_S = 10.0
 """How long etcd may take to answer when the server starts."""
-
-PAUSE_S = 0.1
-"""How long to wait before something is tried again that failed at once."""
-
-LATE = f"etcd does not answer for {LATE_S:g} s"
-
-CALL_S = 5.0
-"""How long to try a call before it is noted that etcd does not answer; the trying goes on."""
-
-CLOSE_S = 2.0
-"""How long handing over may take: without it the others wait for the lease to end."""
 
 
 class OutOfReach(Exception):
@@ -96,14 +77,11 @@ class ReplicatedServer:
         self.url = ""
         self._settings, self._address = settings, address
         self._layout = Layout(address.space)
-        self._key = self._layout.server(secrets.token_hex(8))
         self._sockets: list[socket.socket] = []
         self._settled = asyncio.Event()
         self._dead_epoch = 0
         """Of the last leader whose address refused connections."""
 
-        self._own: Lease | None = None
-        self._store: Lease | None = None
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._told: Standby | None = None
@@ -115,7 +93,9 @@ class ReplicatedServer:
         self._sockets = list(sockets)
         self.url = url_of(self._sockets)
         self._client = Client(self._address.endpoints, self._address.access, self._address.name)
-        self._reader = Reader(self._client, self._layout)
+        told_s = self._settings.recovery_s
+        store_s = DEFAULT_RECOVERY_S if told_s is None else told_s
+        self._candidate = Candidate(self._client, self._address, self.url, store_s, self._tell_trouble)
         await self._client.prefer_leader(Deadline(REACH_S))
         self._task = asyncio.ensure_future(self._run())
         settled = asyncio.ensure_future(self._settled.wait())
@@ -133,12 +113,7 @@ class ReplicatedServer:
             self._task.cancel()
             await asyncio.wait((self._task,))
         await self.life.close()
-        for lease in (self._own, self._store):
-            if lease is not None:
-                lease.close()
-        if self._own is not None:
-            with contextlib.suppress(RallypointError, LeaseGone):
-                await self._own.revoke(Deadline(CLOSE_S))
+        await self._candidate.close()
         await self._client.close()
         for sock in self._sockets:
             sock.close()
@@ -154,7 +129,7 @@ class ReplicatedServer:
                     await self._live()
                 except (Deposed, OutOfReach, StoreGone) as error:
                     log.warning("stands by from now on: %s", error)
-                    self._tell(None, str(error), isinstance(error, OutOfReach))
+                    self._tell_trouble(str(error), isinstance(error, OutOfReach))
                 finally:
                     if not self._closing:
                         await self.life.abandon()
@@ -166,42 +141,27 @@ class ReplicatedServer:
 
     async def _live(self) -> None:
         """Stand by, until this server leads and is deposed."""
-        follower = Follower(self._reader, self.life)
+        follower = Follower(self._candidate.reader, self.life)
         while True:
-            await self._register()
+            own = await self._candidate.register()
             head = await self._catch_up(follower)
             if head.leader is None or head.leader.url == self.url or head.leader.epoch == self._dead_epoch:
-                epoch = await self._claim(head)
+                epoch = await self._candidate.claim(head)
                 if epoch:
                     await self._lead(follower, epoch)
             else:
-                await self._stand_by(follower, head, head.leader)
+                await self._stand_by(follower, head, head.leader, own)
 
     # Standing by
 
-    async def _register(self) -> None:
-        """Have a lease, and be listed among the servers of the store."""
-        if self._own is not None and not self._own.ended.is_set():
-            return
-        own: Lease = await self._try(lambda deadline: Lease.grant(self._client, LEASE_S, deadline))
-        own.keep()
-        self._own = own
-        put = Txn([], [messages.put(self._key, encode(Server(self.url)), own.id)]).encode()
-        try:
-            await self._try(lambda deadline: self._client.call(Method.TXN, put, deadline))
-        except LeaseGone:  # etcd was silent for so long
-            own.ended.set()
-
     async def _catch_up(self, follower: Follower) -> Head:
-        head: Head = await self._try(follower.catch_up)
+        head: Head = await self._candidate.attempt(follower.catch_up)
         self._tell(head)
-        if head.lease and (self._store is None or self._store.id != head.lease):
-            self._keep_store(Lease(self._client, head.lease, self._store_s))
+        self._candidate.keep_store(head)
         return head
 
-    async def _stand_by(self, follower: Follower, head: Head, leader: Leader) -> None:
+    async def _stand_by(self, follower: Follower, head: Head, leader: Leader, own: Lease) -> None:
         """Follow the log until the leader is gone, or something else than the log has changed."""
-        assert self._own is not None
         self._settled.set()
         changed = asyncio.Event()
         layout = self._layout
@@ -216,7 +176,7 @@ class ReplicatedServer:
 
         gone = asyncio.ensure_future(leader_gone(_endpoint(leader.url)))
         following = watch(self._client, layout.prefix, layout.end, head.revision + 1, take)
-        waits = [gone, *map(asyncio.ensure_future, (following, changed.wait(), self._own.ended.wait()))]
+        waits = [gone, *map(asyncio.ensure_future, (following, changed.wait(), own.ended.wait()))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if waits[1].done():
@@ -233,98 +193,20 @@ class ReplicatedServer:
                 one.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
 
-    def _tell(self, head: Head | None, why: str = "", no_quorum: bool = False) -> None:
+    def _tell(self, head: Head) -> None:
         """Have clients told where the leader is."""
-        if head is None:
-            servers = self._told.servers if self._told is not None else []
-            told = Standby("", servers, why[:MAX_WHY], no_quorum)
-        else:
-            leader = head.leader.url if head.leader is not None and head.leader.url != self.url else ""
-            told = Standby(leader, head.servers, "another server leads" if leader else "no server leads yet")
+        leader = head.leader.url if head.leader is not None and head.leader.url != self.url else ""
+        self._set_told(Standby(leader, head.servers, "another server leads" if leader else "no server leads yet"))
+
+    def _tell_trouble(self, why: str, no_quorum: bool) -> None:
+        """Have clients told why there is no leader."""
+        servers = self._told.servers if self._told is not None else []
+        self._set_told(Standby("", servers, why[:MAX_WHY], no_quorum))
+
+    def _set_told(self, told: Standby) -> None:
         self._told = told
         if self.life.elsewhere:
             self.life.elsewhere = standby(told)
-
-    async def _try(self, call: Callable[[Deadline], Any]) -> Any:
-        """Make calls until etcd answers, and has room, however long that takes; have clients told meanwhile."""
-        why = ""
-        while True:
-            late = asyncio.get_running_loop().call_later(LATE_S, self._tell, None, why or LATE, True)
-            try:
-                return await call(Deadline(CALL_S))
-            except NoQuorum as error:
-                if not why:
-                    log.warning("cannot reach the log: %s", error)
-                why = str(error)
-                self._tell(None, why, True)
-            except LeaseGone:
-                raise
-            except Refusal as refusal:
-                refused = EtcdRefused(store=self._address.name, key=self._address.space, why=refusal.why)
-                if "space exceeded" not in refusal.why:
-                    raise refused from None
-                if not why:
-                    log.warning("cannot take part: %s", refused)
-                why = str(refused)
-                self._tell(None, why)
-                await asyncio.sleep(FULL_S)
-            finally:
-                late.cancel()
-
-    # Taking over
-
-    async def _claim(self, head: Head) -> int:
-        """Try to be the next leader; return the epoch, or 0 where another was faster."""
-        assert self._own is not None
-        layout, epoch = self._layout, head.epoch + 1
-        lease = head.lease or await self._found()
-        if not lease:
-            return 0
-        before = (
-            messages.value_is(layout.epoch, b"%d" % head.epoch) if head.epoch else messages.version_is(layout.epoch, 0)
-        )
-        puts = [
-            messages.put(layout.epoch, b"%d" % epoch, lease),
-            messages.put(layout.leader, encode(Leader(self.url, epoch)), self._own.id),
-        ]
-        txn = Txn([before, messages.value_is(layout.lease, b"%d" % lease)], puts).encode()
-        try:
-            answer = await self._try(lambda deadline: self._client.call(Method.TXN, txn, deadline))
-        except LeaseGone:  # this server's own, or the store's: the next look tells
-            self._own.ended.set()
-            await asyncio.sleep(PAUSE_S)
-            return 0
-        if answers.read_txn(answer.data).succeeded:
-            return epoch
-        found: Head = await self._try(self._reader.head)  # an earlier attempt may have succeeded
-        return epoch if found.leader == Leader(self.url, epoch) else 0
-
-    async def _found(self) -> int:
-        """Begin a store, where there is none: all of it hangs on one lease, which its servers keep."""
-        lease: Lease = await self._try(lambda deadline: Lease.grant(self._client, round(self._store_s), deadline))
-        place = self._layout.lease
-        txn = Txn([messages.version_is(place, 0)], [messages.put(place, b"%d" % lease.id, lease.id)])
-        try:
-            answer = await self._try(lambda deadline: self._client.call(Method.TXN, txn.encode(), deadline))
-        except LeaseGone:
-            return 0
-        if not answers.read_txn(answer.data).succeeded and not answer.repeated:
-            with contextlib.suppress(NoQuorum, Refusal):
-                await lease.revoke(Deadline(CALL_S))
-            return 0
-        return lease.id
-
-    @property
-    def _store_s(self) -> float:
-        """How long the store outlives its last server."""
-        told_s = self._settings.recovery_s
-        return max(DEFAULT_RECOVERY_S if told_s is None else told_s, 2.0 * LEASE_S)
-
-    def _keep_store(self, lease: Lease) -> None:
-        if self._store is not None:
-            self._store.close()
-        self._store = lease
-        lease.keep()
 
     # Leading
 
@@ -333,7 +215,7 @@ class ReplicatedServer:
         head = await self._catch_up(follower)
         if head.epoch != epoch:
             raise Deposed(store=self._address.name, epoch=epoch)
-        life, own, store = self.life, self._own, self._store
+        life, own, store = self.life, self._candidate.own, self._candidate.store
         assert own is not None and store is not None
         failed = asyncio.Event()
         life.on_failure = failed.set
@@ -362,8 +244,6 @@ class ReplicatedServer:
             for one in (*waits, watching):
                 one.cancel()
         self._dead_epoch = epoch
-        if isinstance(life.failed, (Deposed, StoreGone)):
-            raise life.failed
         if life.failed is not None:
             raise life.failed
         if store.ended.is_set():
@@ -378,7 +258,7 @@ class ReplicatedServer:
             await self._servers_change(head.revision)
             await asyncio.sleep(PAUSE_S)  # another may come or go at the same moment; or the stream broke
             with contextlib.suppress(NoQuorum, Refusal):
-                head = await self._reader.head(Deadline(CALL_S))
+                head = await self._candidate.reader.head(Deadline(CALL_S))
                 life.notices.set_servers(head.servers)
 
     async def _servers_change(self, revision: int) -> None:
