@@ -10,18 +10,21 @@ from typing import Any
 
 import click
 
-from rallypoint import net, unix_socket
+from rallypoint import unix_socket
 from rallypoint.cli import COMMANDS
 from rallypoint.cli.server_options import check_fds, limit_options, listen_options, run_server
-from rallypoint.relay.settings import RelaySettings, upstream_endpoints
-from rallypoint.store.relay_address import VARIABLE, RelayAddress
+from rallypoint.relay.settings import RelaySettings, upstream_store
+from rallypoint.store.relay_address import VARIABLE
 
-__all__ = ["command"]
+__all__ = ["UPSTREAM_VARIABLE", "command"]
+
+UPSTREAM_VARIABLE = "RALLYPOINT_UPSTREAM"
+"""The environment variable that names the server where `--upstream` does not."""
 
 
 def _upstream(ctx: click.Context, param: click.Parameter, value: str) -> str:
     try:
-        upstream_endpoints(value)
+        upstream_store(value)
     except ValueError as error:
         raise click.BadParameter(str(error)) from None
     return value
@@ -38,9 +41,12 @@ def _path(ctx: click.Context, param: click.Parameter, value: str | None) -> str 
 @click.option(
     "--upstream",
     required=True,
+    envvar=UPSTREAM_VARIABLE,
     callback=_upstream,
     metavar="URL",
-    help="The server: tcp://host:port, or several addresses of one store, tcp://host:port,host:port.",
+    help="The server: tcp://host:port, or several addresses of one store, tcp://host:port,host:port, or a store in"
+    " etcd, etcd://host:2379,host:2379/name. Give a URL with a password by"
+    f" {UPSTREAM_VARIABLE}, for everybody on the machine can read arguments.",
 )
 @listen_options("Port to listen on.  [a free one]")
 @click.option(
@@ -67,8 +73,8 @@ def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **op
 
 
 def _say(settings: RelaySettings, url: str) -> None:
-    endpoints: net.Endpoints = upstream_endpoints(settings.upstream)
+    store = upstream_store(settings.upstream)
     place = url if settings.unix is None else unix_socket.SCHEME + settings.unix
     places = url if url == place else f"{url} and {place}"
-    click.echo(f"rallypoint relays tcp://{endpoints} at {places}")
-    click.echo(f"{VARIABLE}={RelayAddress(place, endpoints).variable}")
+    click.echo(f"rallypoint relays {store.label} at {places}")
+    click.echo(f"{VARIABLE}={store.relay_address(place).variable}")

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import urllib.parse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -176,7 +175,7 @@ class _GatewayProvider(StoreProvider):
         return "" if code is None else f"its gateway (pid {self._gateway.pid}) has ended: {describe_exit(code)}"
 
     def _start(self) -> Server:
-        gateway, on_end = Server(engine=self._url), self._on_end
+        gateway, on_end = Server(storage=self._url), self._on_end
         if on_end is not None:
 
             def watch() -> None:
@@ -198,8 +197,7 @@ def on_etcd(url: str, run: str, timeout_s: float, on_end: Callable[[], object] |
 
     `on_end` is called, in a thread of its own, when a gateway has ended.
     """
-    joined = "&" if "?" in url else "?"
-    return _GatewayProvider(f"{url}{joined}run={urllib.parse.quote(run, safe='')}", timeout_s, on_end)
+    return _GatewayProvider(url, timeout_s, on_end)
 
 
 def alone(data_dir: str | None, timeout_s: float, on_end: Callable[[], object]) -> StoreProvider:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 
 from rallypoint import net, unix_socket
 from rallypoint.relay.server import RelayServer
-from rallypoint.relay.settings import RelaySettings, upstream_endpoints
+from rallypoint.relay.settings import RelaySettings, UpstreamStore, upstream_store
 from rallypoint.server.base import ServerBase
 from rallypoint.server.running import limited, run, run_child
 
@@ -41,12 +41,12 @@ def serve(settings: RelaySettings, ready: Callable[[str], None] = lambda url: No
     Raises AddressTaken where it cannot listen, and ValueError where the upstream is none, or is this relay itself.
     """
     settings = limited(settings)
-    endpoints = upstream_endpoints(settings.upstream)
+    store = upstream_store(settings.upstream)
     sockets = _sockets(settings)
     own = {net.Endpoint(*sock.getsockname()[:2]) for sock in sockets if sock.family != socket.AF_UNIX}
-    if own.intersection(endpoints):
-        raise ValueError(f"upstream {settings.upstream!r} is the address of the relay itself")
-    run(lambda stop: _relay(settings, endpoints), settings, sockets, ready)
+    if own.intersection(store.endpoints):
+        raise ValueError(f"upstream {store.label!r} is the address of the relay itself")
+    run(lambda stop: _relay(settings, store), settings, sockets, ready)
 
 
 def _sockets(settings: RelaySettings) -> list[socket.socket]:
@@ -68,10 +68,10 @@ def _adopted(fd: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _relay(settings: RelaySettings, endpoints: net.Endpoints) -> Iterator[ServerBase]:
+def _relay(settings: RelaySettings, store: UpstreamStore) -> Iterator[ServerBase]:
     """Make the relay, on the event loop; in the end, remove the file of its Unix socket."""
     file = None if settings.unix is None else unix_socket.where(settings.unix)
-    server = RelayServer(settings, endpoints)
+    server = _server(settings, store)
     telling = asyncio.ensure_future(_tell(server))
     try:
         yield server
@@ -79,6 +79,14 @@ def _relay(settings: RelaySettings, endpoints: net.Endpoints) -> Iterator[Server
         telling.cancel()
         if settings.unix is not None and file is not None:
             unix_socket.remove(settings.unix, file)
+
+
+def _server(settings: RelaySettings, store: UpstreamStore) -> RelayServer:
+    if store.etcd is None:
+        return RelayServer(settings, store.endpoints)
+    from rallypoint.store.etcd import Finder
+
+    return RelayServer(settings, net.Endpoints(), store.label, Finder(store.etcd, starts=False))
 
 
 async def _tell(server: ServerBase) -> None:

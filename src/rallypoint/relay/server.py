@@ -31,6 +31,7 @@ from rallypoint.server.base import BACKLOG, ServerBase
 from rallypoint.server.connection import Connection, ProtocolHandler
 from rallypoint.server.round_errors import TooLate, TooMany
 from rallypoint.server.settings import Settings
+from rallypoint.store.route import Look
 
 __all__ = ["RelayServer"]
 
@@ -43,9 +44,9 @@ ASK_S = 5.0
 class RelayServer(ServerBase):
     """Everything one relay holds: its clients, its rounds, and the way to its server."""
 
-    def __init__(self, settings: Settings, endpoints: net.Endpoints) -> None:
+    def __init__(self, settings: Settings, endpoints: net.Endpoints, name: str = "", look: Look | None = None) -> None:
         super().__init__(settings)
-        self.upstream = Upstream(endpoints)
+        self.upstream = Upstream(endpoints, name, look)
         self.session = TorchSession(self.upstream)
         """That of the PyTorch clients which are in no round."""
 
@@ -121,13 +122,13 @@ class RelayServer(ServerBase):
         return f"no connection to the server at {upstream.peer} for {away_s:.1f} s: {upstream.why}"
 
     def about(self) -> dict[str, Any]:
-        return {**super().about(), "relay_of": f"tcp://{self.upstream.peer}"}
+        return {**super().about(), "relay_of": self.upstream.label}
 
     def holdings(self) -> dict[str, Any]:
         """Return where the state is, whether it can be reached, and how much was asked and sent on."""
         sessions = [self.session, *self.rounds.sessions]
         return {
-            "engine": f"tcp://{self.upstream.peer}",
+            "engine": self.upstream.label,
             "trouble": self.upstream.why,
             **self.upstream.statistics(),
             "torch_clients": sum(session.clients for session in sessions),

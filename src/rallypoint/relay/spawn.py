@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from rallypoint import net, unix_socket
 from rallypoint.deadline import Deadline, Timeout
-from rallypoint.relay.settings import upstream_endpoints
+from rallypoint.relay.settings import upstream_store
 from rallypoint.spawn import ChildServer
-from rallypoint.store.relay_address import VARIABLE, RelayAddress
+from rallypoint.store.relay_address import VARIABLE
 
 __all__ = ["Relay"]
 
@@ -23,9 +23,10 @@ __all__ = ["Relay"]
 class Relay(ChildServer):
     """A relay in a child process that lives until `close`, or until this process ends, and is started again if it dies.
 
-    `upstream` is the URL of the server, `tcp://host:port`. The relay listens on `host` and `port` (0: a free one; see
-    `url` and `port`) and, with `unix`, on that path, too; with `host` None there alone. It is up once it listens;
-    `statistics` says whether it is connected. Processes with `environ` in their environment use it for their sessions.
+    `upstream` is the URL of the server, `tcp://host:port`, or of a store in etcd. The relay listens on `host` and `port`
+    (0: a free one; see `url` and `port`) and, with `unix`, on that path, too; with `host` None there alone. It is up
+    once it listens; `statistics` says whether it is connected. Processes with `environ` in their environment use it for
+    their sessions.
     Raises AddressTaken where it cannot listen, ServerFailed where the child does not come up.
     """
 
@@ -39,8 +40,9 @@ class Relay(ChildServer):
         start_timeout: Timeout = 30.0,
     ) -> None:
         deadline = Deadline(start_timeout)
-        self.upstream = str(upstream_endpoints(upstream))
-        """The server's addresses."""
+        self._store = upstream_store(upstream)
+        self.upstream = self._store.label.removeprefix("tcp://")
+        """The server's addresses, or the name of the store in etcd."""
 
         self.unix = None if unix is None else unix_socket.checked(os.fspath(unix))
         """The path of its Unix socket, or None."""
@@ -66,8 +68,7 @@ class Relay(ChildServer):
     def environ(self) -> dict[str, str]:
         """What a process needs in its environment to use this relay for its sessions with the server."""
         place = self.url if self.unix is None else unix_socket.SCHEME + self.unix
-        endpoints = net.parse_endpoints(self.upstream, 0)
-        return {VARIABLE: RelayAddress(place, endpoints).variable}
+        return {VARIABLE: self._store.relay_address(place).variable}
 
     def close(self) -> None:
         """End the relay, and free its port and its path; harmless when it is closed already."""

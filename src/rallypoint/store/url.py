@@ -4,12 +4,12 @@
     memory://NAME        the store of that name in this process
     file:///PATH         a FileStore
     tcp://HOST[:PORT]    a TCPStore client, port 29400 where none is given
-    tcp://HOST[:PORT],HOST[:PORT]    the same, of a store that has several servers (gateways): the first that answers,
-                         and when that is lost, another, with the same session
-    etcd://HOST[:PORT],HOST[:PORT]/SPACE    an EtcdStore: the members of a cluster, and where in it (docs/etcd.md);
-                         further options are ca, cert, key, user and password
+    tcp://HOST[:PORT],HOST[:PORT]    the same, of a store that has several servers: the first that answers, and when
+                         that is lost, another, with the same session
+    etcd://HOST[:PORT],HOST[:PORT]/NAME    an EtcdStore: the members of a cluster, and the name of a store there
+                         (docs/etcd.md); further options are ca, cert, key, user, password and host
 
-Where RALLYPOINT_RELAY names a relay of a tcp:// store, its sessions begin there (`store/relay_address.py`).
+Where RALLYPOINT_RELAY names a relay of the store, its sessions begin there (`store/relay_address.py`).
 A key prefix follows as a path (`tcp://head:29400/job-7`), for files as `?prefix=job-7`, which works for all of them.
 `?timeout=SECONDS` sets how long blocking calls wait.
 """
@@ -155,11 +155,6 @@ def _file(parsed: StoreURL) -> Store:
 
 def _etcd(parsed: StoreURL) -> Store:
     address = parsed.etcd()
-    try:
-        from rallypoint.store.etcd import EtcdStore
-    except ModuleNotFoundError as error:
-        if error.name != "grpc":
-            raise
-        why = "etcd:// needs grpcio, which is not installed: pip install 'rallypoint[etcd]'"
-        raise ValueError(f"store URL {shown_url(parsed.text)!r}: {why}") from None
+    from rallypoint.store.etcd import EtcdStore
+
     return EtcdStore.at(address, parsed.timeout_s)
