@@ -86,7 +86,8 @@ def _born(pid: int) -> str | None:
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
     except OSError:
         return None
-    return None if fields[0] in "ZX" else f"{boot} {fields[19]}"
+    ended = fields[0] in "ZX" and int(fields[17]) <= 1  # other threads may still hold its sockets
+    return None if ended else f"{boot} {fields[19]}"
 
 
 def _born_by_ps(pid: int) -> str | None:
