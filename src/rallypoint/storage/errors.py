@@ -89,7 +89,7 @@ class StoreGone(StoreError):
 
     def __init__(self, *, store: str) -> None:
         super().__init__(
-            f"{store} is gone: no server kept it in etcd for as long as it lasts (serve --recovery-window), or "
+            f"{store} is gone: no server kept it in etcd for as long as it lasts (serve --recovery), or "
             f"somebody deleted its keys. A new store of this name begins empty",
             store=store,
         )
