@@ -16,7 +16,18 @@ from tests.wire import AMPLE_S
 
 from rallypoint import net
 from rallypoint.protocol import channels
-from rallypoint.protocol.channels import ACCEPTED, CLOSE, CREDIT, DATA, PREFACE, ChannelFrames
+from rallypoint.protocol.channels import (
+    ACCEPTED,
+    CLOSE,
+    CREDIT,
+    CREDITS,
+    DATA,
+    GATHERED,
+    PREFACE,
+    ChannelFrames,
+    split_credits,
+    split_gathered,
+)
 from rallypoint.relay.upstream import Upstream
 
 __all__ = ["FakeServer", "Owner", "connected", "in_loop", "is_connected"]
@@ -88,14 +99,19 @@ class FakeLink(asyncio.Protocol):
             data = self._early[len(PREFACE) :]
         self.reads += bool(data)
         for frame in self._frames.feed(data):
-            number = frame.channel
-            if frame.kind == DATA:
-                self.data[number] = self.data.get(number, b"") + frame.body
-                self.order.append(number)
-            elif frame.kind == CREDIT:
-                self.credit[number] = self.credit.get(number, 0) + frame.size
+            pieces = [(frame.channel, frame.body)] if frame.kind == DATA else []
+            grants = [(frame.channel, frame.size)] if frame.kind == CREDIT else []
+            if frame.kind == GATHERED:
+                pieces = split_gathered(frame.channel, frame.body)
+            elif frame.kind == CREDITS:
+                grants = split_credits(frame.channel, frame.body)
             elif frame.kind == CLOSE:
-                self.closes.append(number)
+                self.closes.append(frame.channel)
+            for number, piece in pieces:
+                self.data[number] = self.data.get(number, b"") + piece
+                self.order.append(number)
+            for number, size in grants:
+                self.credit[number] = self.credit.get(number, 0) + size
         self._server.bell.set()
 
     def says(self, number: int, data: bytes) -> None:
