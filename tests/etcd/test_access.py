@@ -1,52 +1,20 @@
-"""Being let in, and not: users and passwords, tokens that a restarted member has forgotten, names, forks."""
+"""Being let in to a store in etcd, and not: users and passwords, tokens that a restarted member has forgotten."""
 
 from __future__ import annotations
 
-import json
-import os
-from collections.abc import Iterator
-from http.client import HTTPConnection
-from typing import Any
+from pathlib import Path
 
 import pytest
 from tests.conformance.calls import Call
+from tests.etcd.access import USER, WORD, guarded
 from tests.etcd.cluster import Cluster
 
-from rallypoint import EtcdRefused, EtcdStore, Unsupported, connect
+from rallypoint import EtcdRefused, EtcdStore, connect
+from rallypoint.store import etcd
+
+__all__ = ["guarded"]
 
 pytestmark = pytest.mark.needs("etcd")
-
-USER, WORD = "ann", "secret"
-
-
-def post(endpoint: str, path: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
-    host, _, port = endpoint.rpartition(":")
-    asked = HTTPConnection(host, int(port), timeout=60)
-    asked.request("POST", path, json.dumps(body), {"Authorization": token} if token else {})
-    answer: dict[str, Any] = json.loads(asked.getresponse().read())
-    asked.close()
-    return answer
-
-
-def base64(text: str) -> str:
-    from base64 import b64encode
-
-    return b64encode(text.encode()).decode()
-
-
-@pytest.fixture
-def guarded() -> Iterator[Cluster]:
-    """A cluster of one member where everybody has to log in, and `ann` may only use the space `hers`."""
-    with Cluster(members=1) as cluster:
-        place = cluster.endpoints[0]
-        for name in ("root", USER):
-            post(place, "/v3/auth/role/add", {"name": name})
-            post(place, "/v3/auth/user/add", {"name": name, "password": WORD})
-            post(place, "/v3/auth/user/grant", {"user": name, "role": name})
-        hers = {"permType": "READWRITE", "key": base64("hers/"), "range_end": base64("hers0")}
-        post(place, "/v3/auth/role/grant", {"name": USER, "perm": hers})
-        post(place, "/v3/auth/enable", {})
-        yield cluster
 
 
 def test_waits_and_watches_outlive_a_restart_that_forgets_every_token(guarded: Cluster) -> None:
@@ -58,6 +26,17 @@ def test_waits_and_watches_outlive_a_restart_that_forgets_every_token(guarded: C
         other.set("k", "v")
         assert call.result() == b"v"
         assert watch.next(60).value == b"v"
+
+
+def test_a_password_is_in_no_arguments_and_no_page(guarded: Cluster) -> None:
+    url = f"{guarded.url}/hers?user={USER}&password={WORD}"
+    with connect(url) as store:
+        store.set("k", "v")
+        (own,) = (own for address, own in etcd._own.items() if address.name == f"{guarded.url}/hers")
+        assert own.server is not None
+        arguments = Path(f"/proc/{own.server.pid}/cmdline").read_bytes()
+        assert b"rallypoint" in arguments and WORD.encode() not in arguments
+        assert WORD not in str(own.server.statistics()) and WORD not in repr(store)
 
 
 def test_what_a_user_may_not_do_is_refused_by_name(guarded: Cluster) -> None:
@@ -87,21 +66,3 @@ def test_no_store_is_among_the_keys_of_another(etcd_url: str) -> None:
 def test_an_endpoint_that_is_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="one of them is empty"):
         EtcdStore("127.0.0.1:1,,127.0.0.1:2")
-
-
-def test_a_forked_child_lives_and_is_told_that_it_cannot_use_etcd(etcd_url: str) -> None:
-    with connect(etcd_url) as store:
-        store.set("k", "v")
-        for use in (lambda: None, lambda: store.get("k"), lambda: connect(etcd_url, timeout=60)):
-            pid = os.fork()
-            if not pid:
-                try:
-                    use()
-                    os._exit(0)
-                except Unsupported:
-                    os._exit(7)
-                except BaseException:
-                    os._exit(1)
-            expected = 0 if use() is None else 7
-            assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == expected
-        assert store.get("k") == b"v"
