@@ -102,10 +102,16 @@ class Candidate:
         own.keep()
         self.own = own
         try:
-            await self._make(Txn([], [messages.put(self._key, encode(Server(self._url)), own.id)]))
+            await self.attempt(self.enlist)
         except LeaseGone:  # etcd was silent for so long
             own.ended.set()
         return own
+
+    async def enlist(self, deadline: Deadline) -> None:
+        """Write the entry in the list of servers, again perhaps; NoQuorum or Refusal where that fails."""
+        assert self.own is not None
+        put = messages.put(self._key, encode(Server(self._url)), self.own.id)
+        await self._client.call(Method.TXN, Txn([], [put]).encode(), deadline)
 
     def keep_store(self, head: Head) -> None:
         """Keep the lease of the store, where there is one."""
@@ -139,6 +145,17 @@ class Candidate:
             return epoch
         found: Head = await self.attempt(self.reader.head)  # an earlier attempt may have succeeded
         return epoch if found.leader == Leader(self._url, epoch) else 0
+
+    async def beat(self, epoch: int, lease: int) -> bool:
+        """Write the leader's key again, so that others see that it lives; return whether it still leads.
+
+        NoQuorum, Refusal: that is not known.
+        """
+        assert self.own is not None
+        put = messages.put(self._layout.leader, encode(Leader(self._url, epoch)), self.own.id)
+        request = Txn(self._layout.fence(epoch, lease), [put]).encode()
+        answer = await self._client.call(Method.TXN, request, Deadline(CALL_S))
+        return answers.read_txn(answer.data).succeeded
 
     async def close(self) -> None:
         """Keep nothing any more, and have the others know that this server has gone."""

@@ -3,21 +3,29 @@
 A server that stands by reads the snapshot and the log, and then watches for more. It knows its place in the log, so it
 may read any stretch twice: what it has applied before, it skips.
 
-Whether the leader is there is known from etcd when its lease has ended, some seconds after its machine vanished. Most
-of the time only its process dies, and then its address refuses or resets connections at once: so there is one
-connection to the leader, which carries nothing (`leader_gone`). A leader that answers that it stands by has claimed the
-lead a moment ago, and is about to serve; were it deposed for that, nobody would ever lead. To take over too early does
-no harm, for a leader that was deposed commits nothing (`storage/etcd.py`); but nobody is to take over because of a
-network between the two.
+Whether the leader is there is known from etcd: it writes its key there twice a second, and `leader_silent` looks
+whether it does. A look that fails, or is slow, counts for nothing: while etcd is not well, no leader can write. Most of
+the time only its process dies, and then its address refuses or resets connections at once: so there is one connection
+to the leader, which carries nothing (`leader_gone`). A leader that answers that it stands by has claimed the lead a
+moment ago, and is about to serve; were it deposed for that, nobody would ever lead. To take over too early does no
+harm, for a leader that was deposed commits nothing (`storage/etcd.py`); but nobody is to take over because of a network
+between the two.
+
+Rejected: to wait for the leader's lease to end. When etcd's leader vanishes along with it, as where both are on one
+host, the next leader of etcd gives every lease its whole time again.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
+from collections.abc import Awaitable, Callable
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
+from rallypoint.errors import NoQuorum
+from rallypoint.etcd.client import Refusal
 from rallypoint.protocol import channels
 from rallypoint.protocol.native import STANDBY
 from rallypoint.server.server import StoreServer
@@ -26,13 +34,19 @@ from rallypoint.storage.etcd_batch import Assembler
 from rallypoint.storage.etcd_reader import Head, Overtaken, Reader
 from rallypoint.within import within
 
-__all__ = ["Follower", "leader_gone"]
+__all__ = ["BEAT_S", "Follower", "leader_gone", "leader_silent"]
 
 LOOK_S = 0.5
 """How long to wait before the leader's address is tried again, and how long it may take to answer."""
 
 PAUSE_S = 0.01
 """How long to wait after the leader hung up, or said that it stands by: its process may be about to end, or to lead."""
+
+BEAT_S = 0.5
+"""How often a leader writes its key, and others look whether it did."""
+
+SILENT_LOOKS = 4
+"""How many looks in a row must find nothing new before the leader is taken to be gone."""
 
 SLICE_ENTRIES = 16
 """How many places of the log are applied before others have a turn."""
@@ -90,6 +104,23 @@ class Follower:
             self._server.apply_record(record)
         self.index = index
         self.log_bytes += len(value)
+
+
+async def leader_silent(reader: Reader, write: Callable[[Deadline], Awaitable[object]]) -> None:
+    """Return when the leader has not written its key for a while, though etcd was well, and let this server `write`."""
+    known, looks = 0, 0
+    while True:
+        began_at = time.monotonic()
+        try:
+            written = await reader.leader_written(Deadline(BEAT_S))
+            looks = looks + 1 if written == known else 0
+            known = written
+            if looks == SILENT_LOOKS:
+                await write(Deadline(BEAT_S))
+                return
+        except (NoQuorum, Refusal):
+            looks = 0
+        await asyncio.sleep(max(0.0, began_at + BEAT_S - time.monotonic()))
 
 
 async def leader_gone(endpoint: net.Endpoint) -> None:

@@ -1,10 +1,11 @@
 """`ReplicatedServer`: one of several servers of a store whose log is in etcd. One of them leads, the others stand by.
 
 Who stands by follows the log with a state of its own, and tells native clients where the leader is. It takes over when
-there is no leader: when the leader's key in etcd has gone with its lease, or its address refuses connections
-(`follower.py`). To lead is to write the next epoch, which only one server can (`candidate.py`), and to read the rest of
-the log, to which nobody else can append any more. The first entry of every leader says that it starts; from then on
-everything is as after a restart of a server with a data directory: sessions have a grace to come back.
+the leader's address refuses connections, when the leader does not show in etcd that it lives (`follower.py`), or when
+its key there has gone with its lease. To lead is to write the next epoch, which only one server can (`candidate.py`),
+and to read the rest of the log, to which nobody else can append any more. The first entry of every leader says that it
+starts; from then on everything is as after a restart of a server with a data directory: sessions have a grace to come
+back.
 
 A leader ends when another has taken over, which its next commit or read finds out, or when it has not reached etcd for
 `STEP_DOWN_S`: then others may lead, and its clients should look for them. Each life of the process as a standby and a
@@ -23,6 +24,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from rallypoint import net
 from rallypoint.deadline import Deadline
@@ -35,13 +37,13 @@ from rallypoint.etcd.lease import Lease
 from rallypoint.etcd.watch import watch
 from rallypoint.protocol.native import MAX_WHY, Standby, standby
 from rallypoint.server.candidate import CALL_S, PAUSE_S, Candidate
-from rallypoint.server.follower import Follower, leader_gone
+from rallypoint.server.follower import BEAT_S, Follower, leader_gone, leader_silent
 from rallypoint.server.running import url_of
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
 from rallypoint.storage.errors import Deposed, StoreGone
 from rallypoint.storage.etcd import EtcdStorage
-from rallypoint.storage.etcd_layout import Layout, Leader
+from rallypoint.storage.etcd_layout import Layout, Leader, encode
 from rallypoint.storage.etcd_reader import Head, Overtaken
 
 __all__ = ["ReplicatedServer"]
@@ -50,9 +52,6 @@ log = logging.getLogger("rallypoint.server")
 
 STEP_DOWN_S = 5.0
 """How long a leader goes on without etcd; others may have taken over after `candidate.LEASE_S` and a moment."""
-
-CONFIRM_S = 1.0
-"""How often a leader makes sure that it still is, though nobody asks it anything."""
 
 REACH_S = 10.0
 """How long etcd may take to answer when the server starts."""
@@ -171,19 +170,21 @@ class ReplicatedServer:
                 if change.key.startswith(layout.entries):
                     if change.value is not None:
                         follower.take(layout.index(change.key), change.value)
-                elif not change.key.startswith(layout.snapshots):
+                elif not change.key.startswith(layout.snapshots) and (change.key, change.value) != beat:
                     changed.set()
 
-        gone = asyncio.ensure_future(leader_gone(_endpoint(leader.url)))
+        beat = (layout.leader, encode(leader))
         following = watch(self._client, layout.prefix, layout.end, head.revision + 1, take)
-        waits = [gone, *map(asyncio.ensure_future, (following, changed.wait(), own.ended.wait()))]
+        silent, gone = leader_silent(self._candidate.reader, self._candidate.enlist), leader_gone(_endpoint(leader.url))
+        waits = [*map(asyncio.ensure_future, (gone, following, silent, changed.wait(), own.ended.wait()))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if waits[1].done():
                 await asyncio.sleep(PAUSE_S)  # what broke its stream may break the next one
-            if gone.done() and not gone.cancelled():
-                log.warning("the leader at %s is gone: its address refuses connections", leader.url)
-                self._dead_epoch = leader.epoch
+            for one, why in ((waits[0], "its address refuses connections"), (waits[2], "it is silent in etcd")):
+                if one.done() and not one.cancelled():
+                    log.warning("the leader at %s is gone: %s", leader.url, why)
+                    self._dead_epoch = leader.epoch
             for one in waits[1:2]:
                 if one.done():
                     with contextlib.suppress(Overtaken):
@@ -232,37 +233,48 @@ class ReplicatedServer:
         life.elsewhere = b""
         self._settled.set()
         log.info("leads %s in epoch %d, with a log of %d places", self._address.name, epoch, follower.index)
-        waits = [asyncio.ensure_future(one.wait()) for one in (failed, own.ended, store.ended)]
+        waits: list[asyncio.Task[Any]] = [asyncio.ensure_future(one.wait()) for one in (failed, own.ended, store.ended)]
         watching = asyncio.ensure_future(self._watch_servers(life, head))
+        beating = asyncio.ensure_future(self._beat(epoch, head.lease))
+        waits.append(beating)
         try:
             while not any(one.done() for one in waits):
-                await asyncio.wait(waits, timeout=CONFIRM_S, return_when=asyncio.FIRST_COMPLETED)
+                await asyncio.wait(waits, timeout=BEAT_S, return_when=asyncio.FIRST_COMPLETED)
                 if time.monotonic() - own.reached_at > STEP_DOWN_S:
                     break
-                life.confirmed(lambda: None)  # its clients may all be waiting, for something that another is told
         finally:
             for one in (*waits, watching):
                 one.cancel()
         self._dead_epoch = epoch
         if life.failed is not None:
             raise life.failed
+        if beating.done() and not beating.cancelled():
+            raise Deposed(store=self._address.name, epoch=epoch)
         if store.ended.is_set():
             raise StoreGone(store=self._address.name)
         if own.ended.is_set():
             raise OutOfReach("its lease in etcd has ended, so another may lead")
         raise OutOfReach(f"etcd was out of reach for {time.monotonic() - own.reached_at:.1f} s")
 
+    async def _beat(self, epoch: int, lease: int) -> None:
+        """Show the others that this leader lives; return when another leads, for its clients may all only wait."""
+        while True:
+            with contextlib.suppress(NoQuorum, Refusal):
+                if not await self._candidate.beat(epoch, lease):
+                    return
+            await asyncio.sleep(BEAT_S)
+
     async def _watch_servers(self, life: StoreServer, head: Head) -> None:
         """Have clients told which servers there are, whenever one comes or goes."""
         while True:
-            await self._servers_change(head.revision)
-            await asyncio.sleep(PAUSE_S)  # another may come or go at the same moment; or the stream broke
+            if not await self._servers_change(head.revision):
+                await asyncio.sleep(PAUSE_S)
             with contextlib.suppress(NoQuorum, Refusal):
                 head = await self._candidate.reader.head(Deadline(CALL_S))
                 life.notices.set_servers(head.servers)
 
-    async def _servers_change(self, revision: int) -> None:
-        """Return when a server has come or gone since a revision, or when that cannot be seen."""
+    async def _servers_change(self, revision: int) -> bool:
+        """Return True when a server has come or gone since a revision, False when that cannot be seen."""
         changed, first = asyncio.Event(), self._layout.servers
 
         def take(answer: WatchAnswer) -> None:
@@ -277,6 +289,7 @@ class ReplicatedServer:
             for one in waits:
                 one.cancel()
             await asyncio.gather(*waits, return_exceptions=True)
+        return changed.is_set()
 
 
 def _endpoint(url: str) -> net.Endpoint:

@@ -68,6 +68,12 @@ class Reader:
             [msgspec.json.decode(one.value, type=Server).url for one in result.answers[4].kvs],
         )
 
+    async def leader_written(self, deadline: Deadline) -> int:
+        """Return the revision at which the leader last wrote its key, by quorum; 0: there is none."""
+        request = messages.get(self._layout.leader).body
+        found = answers.read_range((await self._client.call(Method.RANGE, request, deadline)).data).kvs
+        return found[0].modified if found else 0
+
     async def snapshot(self, head: SnapshotHead, call_s: float) -> list[bytes]:
         """Return the chunks of a snapshot; raise Overtaken where it is not there any more, NoQuorum as `entries`."""
         chunks: list[bytes] = []
