@@ -58,6 +58,7 @@ def test_whoever_knows_a_standby_finds_the_leader(etcd_url: str, tmp_path: Path,
 def test_whoever_knew_the_leader_alone_outlives_it(etcd_url: str, tmp_path: Path, direct: Connect) -> None:
     with Servers(etcd_url, tmp_path, 3) as servers, direct(servers[servers.leader()].url, timeout=AMPLE_S) as store:
         store.lease("alive", "yes")
+        until(lambda: known(store), lambda count: count == 3)  # the last one may just have come
         waiting = Call(store.get, "later", AMPLE_S)
         for number in range(2):
             servers.kill(servers.leader())
