@@ -76,11 +76,11 @@ def connect(name: str, port: int) -> Any:
     """Return a client of the kind that belongs to a server."""
     if name == "torch":
         return crowd.connect(port)
-    package = _before() if name == "before" else rallypoint
+    package = import_before() if name == "before" else rallypoint
     return package.TCPStore("127.0.0.1", port, timeout=crowd.PATIENCE)
 
 
-def _before() -> Any:
+def import_before() -> Any:
     """Import our package, in this process from now on, as it was in the checkout that RALLYPOINT_BEFORE names."""
     for module in [name for name in sys.modules if name.partition(".")[0] == "rallypoint"]:
         del sys.modules[module]

@@ -75,6 +75,8 @@ def _once(crowds: Team, servers: dict[str, Running], what: str, name: str) -> fl
 class Members(Crowd):
     """Some of the members of a meeting: the threads of one process."""
 
+    _package: Any = rallypoint
+
     def __init__(self, size: int, world: int) -> None:
         super().__init__(size)
         self._world = world
@@ -97,15 +99,15 @@ class Members(Crowd):
     def _come(self, name: str, port: int) -> list[tuple[int, Any, Any, Any]]:
         """Connect all members of this process, which take the next free ranks."""
         stores = self._stores_at(name, port)
-        first = stores[0].add("bench/ranks", self._size) - self._size
+        first = stores[0].add(f"bench/ranks/{name}", self._size) - self._size
         if name == "torch":
             return [(first + number, store, None, None) for number, store in enumerate(stores)]
         return [
             (
                 first + number,
                 store,
-                rallypoint.Barrier(store, "bench", self._world),
-                rallypoint.Exchange(store, "bench", self._world),
+                self._package.Barrier(store, "bench", self._world),
+                self._package.Exchange(store, "bench", self._world),
             )
             for number, store in enumerate(stores)
         ]

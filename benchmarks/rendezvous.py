@@ -85,6 +85,8 @@ def _once(nodes: Team, servers: dict[str, Running], name: str) -> float:
 class Nodes(Crowd):
     """The nodes of a round: the threads of one process."""
 
+    _package: Any = rallypoint
+
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self._clients: dict[str, list[Any]] = {}
@@ -94,7 +96,7 @@ class Nodes(Crowd):
         """Bring the nodes before the gate; connect them first, if it is the first time."""
         if name not in self._clients:
             self._clients[name] = self._stores_at(name, port)
-        make_node = _torchs if name == "torch" else _ours
+        make_node = _torchs if name == "torch" else functools.partial(_ours, self._package)
         pairs = [make_node(store, run_id, number, self._size) for number, store in enumerate(self._clients[name])]
         self._leave = [leave for _, leave in pairs]
         self._arm([join for join, _ in pairs])
@@ -109,8 +111,10 @@ class Nodes(Crowd):
             leave()
 
 
-def _ours(store: Any, run_id: str, number: int, size: int) -> tuple[Callable[[], None], Callable[[], object]]:
-    node = rallypoint.Rendezvous(store, run_id, size, node=f"node-{number}")
+def _ours(
+    package: Any, store: Any, run_id: str, number: int, size: int
+) -> tuple[Callable[[], None], Callable[[], object]]:
+    node = package.Rendezvous(store, run_id, size, node=f"node-{number}")
     return functools.partial(node.join, PATIENCE), node.leave  # type: ignore[return-value]
 
 

@@ -64,14 +64,14 @@ def ours() -> Iterator[Running]:
 def torchs() -> Iterator[Running]:
     """Run torch's server."""
     with child([sys.executable, "-c", TORCH]) as process:
-        yield Running(process.pid, _announced(process))
+        yield Running(process.pid, announced_port(process))
 
 
 @contextlib.contextmanager
 def echo() -> Iterator[Running]:
     """Run the bare echo."""
     with child([sys.executable, str(Path(__file__).with_name("echo.py"))]) as process:
-        yield Running(process.pid, _announced(process))
+        yield Running(process.pid, announced_port(process))
 
 
 @contextlib.contextmanager
@@ -115,7 +115,7 @@ def scratch_directory() -> tempfile.TemporaryDirectory[str]:
 def before() -> Iterator[Running]:
     """Run our server as it was in the checkout that RALLYPOINT_BEFORE names."""
     with child([sys.executable, "-c", BEFORE, os.environ["RALLYPOINT_BEFORE"]]) as process:
-        yield Running(process.pid, _announced(process))
+        yield Running(process.pid, announced_port(process))
 
 
 START = {
@@ -158,8 +158,8 @@ def child(command: list[str]) -> Iterator[subprocess.Popen[str]]:
         process.communicate()
 
 
-def _announced(process: subprocess.Popen[str]) -> int:
-    """Wait for a server to print its port."""
+def announced_port(process: subprocess.Popen[str]) -> int:
+    """Return the port that a server prints once it listens."""
     assert process.stdout is not None
     line = process.stdout.readline()
     if not line:
