@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -37,22 +40,25 @@ def under_a_prefix(_: Path) -> Iterator[Open]:
         yield lambda: PrefixStore("job/7", TCPStore("127.0.0.1", server.port))
 
 
-def with_leases(store: Any) -> Any:
-    """Have members host what is shared in a store, though its server could, and show by leases that they live."""
-    store._backend.hosts_objects, store._backend.keeps_leases = False, True
-    return store
-
-
-@contextlib.contextmanager
-def by_leases(_: Path) -> Iterator[Open]:
-    with Server(grace=0.5) as server:
-        yield lambda: with_leases(TCPStore("127.0.0.1", server.port))
-
-
-@contextlib.contextmanager
-def on_etcd(_: Path) -> Iterator[Open]:
+@functools.cache
+def replicated_server() -> tuple[str, Server]:
+    """Return the URL of a store in etcd, and its server, which all tests of this process share."""
     url = etcd_space(shared_cluster())
-    yield lambda: connect(url)
+    server = Server(storage=url, grace=0.5)
+    atexit.register(server.close)
+    return url, server
+
+
+_prefixes = itertools.count(1)
+
+
+@contextlib.contextmanager
+def replicated(_: Path) -> Iterator[Open]:
+    """A store in etcd, by its own URL and its server's in turn; every test has a prefix of it."""
+    url, server = replicated_server()
+    ways = itertools.cycle((url, server.url))
+    prefix = f"test-{next(_prefixes)}"
+    yield lambda: PrefixStore(prefix, connect(next(ways)))
 
 
 @contextlib.contextmanager
@@ -84,8 +90,8 @@ def on_torchs_own_object(_: Path) -> Iterator[Open]:
 
 
 HOSTED = [on_our_server, under_a_prefix]
-BYTES = [in_memory, in_a_file, by_leases]
-ETCD = [pytest.param(on_etcd, marks=pytest.mark.needs("etcd"), id="on_etcd")]
+BYTES = [in_memory, in_a_file]
+ETCD = [pytest.param(replicated, marks=pytest.mark.needs("etcd"), id="replicated")]
 TORCHS = [
     pytest.param(kind, marks=pytest.mark.needs("torch"), id=kind.__name__)
     for kind in (on_torchs_server, on_torchs_own_object)

@@ -74,23 +74,23 @@ def tcp_world(_: Path) -> Iterator[Callable[[], Place]]:
         yield lambda: Place(lambda: TCPStore("127.0.0.1", server.port), server.url)
 
 
-@contextlib.contextmanager
-def etcd_world(_: Path) -> Iterator[Callable[[], Place]]:
-    """One cluster for all tests: every place is another space of it."""
-
-    def fresh() -> Place:
-        url = etcd_space(shared_cluster())
-        return Place(lambda: connect(url), url)
-
-    yield fresh
-
-
 @functools.cache
-def shared_gateway() -> Server:
-    """Return the gateway that all tests of this process share."""
-    server = Server(engine=etcd_space(shared_cluster()))
+def shared_replicated() -> tuple[str, Server]:
+    """Return the URL of a store in etcd, and its server, which all tests of this process share."""
+    url = etcd_space(shared_cluster())
+    server = Server(storage=url)
     atexit.register(server.close)
-    return server
+    return url, server
+
+
+@contextlib.contextmanager
+def replicated_world(_: Path) -> Iterator[Callable[[], Place]]:
+    """A store in etcd for all tests, emptied before each, by its own URL and its server's in turn."""
+    url, server = shared_replicated()
+    with connect(server.url) as store:
+        store.delete_prefix("")
+    ways = itertools.cycle((url, server.url))
+    yield lambda: Place(lambda: connect(next(ways)), url)
 
 
 _worlds = itertools.count(1)
@@ -98,7 +98,7 @@ _worlds = itertools.count(1)
 
 @contextlib.contextmanager
 def rounds_at(port: int) -> Iterator[Callable[[], Place]]:
-    """Every place is another round of one run, at a gateway or a relay."""
+    """Every place is another round of one run, at a relay."""
     address = ("127.0.0.1", port)
     name = f"/rounds/{next(_worlds)}"
     rounds = itertools.count(1)
@@ -112,11 +112,6 @@ def rounds_at(port: int) -> Iterator[Callable[[], Place]]:
         yield fresh
     finally:
         http(address, f"DELETE {name} HTTP/1.0\r\n\r\n".encode())
-
-
-def gateway_world(_: Path) -> contextlib.AbstractContextManager[Callable[[], Place]]:
-    """One gateway for all tests: every place is another door of it."""
-    return rounds_at(shared_gateway().port)
 
 
 @functools.cache
@@ -156,11 +151,10 @@ BARE = [
     Kind("file", file_world, shared=True),
     Kind("tcp", tcp_world, shared=True),
     Kind("relay", relay_world, shared=True),
-    Kind("etcd", etcd_world, shared=True, needs="etcd"),
-    Kind("gateway", gateway_world, shared=True, needs="etcd"),
+    Kind("replicated", replicated_world, shared=True, needs="etcd"),
 ]
 KINDS = [*BARE, prefixed(BARE[0])]
 """What most tests run on: a prefix is one and the same view of all kinds."""
 
-EVERY_VIEW = [*BARE, *(prefixed(kind) for kind in BARE if kind.name not in ("relay", "gateway"))]
-"""What the slowest test runs on: clients of a relay or a gateway make their prefixes as those of a server do."""
+EVERY_VIEW = [*BARE, *(prefixed(kind) for kind in BARE if kind.name not in ("relay", "replicated"))]
+"""What the slowest test runs on: clients of these two make their prefixes as those of a server do."""

@@ -32,10 +32,10 @@ BAD = {
 }
 
 
-@pytest.fixture(params=["uvloop", "asyncio", pytest.param("gateway", marks=pytest.mark.needs("etcd"))])
+@pytest.fixture(params=["uvloop", "asyncio", pytest.param("etcd", marks=pytest.mark.needs("etcd"))])
 def server(request: pytest.FixtureRequest, start: Start) -> Serving:
-    if request.param == "gateway":
-        return start(engine=request.getfixturevalue("etcd_url"))
+    if request.param == "etcd":
+        return start(storage=request.getfixturevalue("etcd_url"))
     return start(uvloop=request.param == "uvloop")
 
 

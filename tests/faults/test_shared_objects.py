@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.kinds import with_leases
 
 import rallypoint
 
@@ -22,9 +21,7 @@ AMPLE_S = 60.0
 SCRIPT = """
 import os, sys, rallypoint
 url, what, member = sys.argv[1:]
-store = rallypoint.connect(url.removeprefix("leases+"), timeout=60)
-if url.startswith("leases+"):
-    store._backend.hosts_objects, store._backend.keeps_leases = False, True
+store = rallypoint.connect(url, timeout=60)
 if what == "barrier":
     try:
         rallypoint.Barrier(store, "b", 8).wait(int(member))
@@ -82,20 +79,14 @@ def grace_s() -> float:
     return 0.5
 
 
-@pytest.fixture(params=["server", "leases", "file"])
+@pytest.fixture(params=["server", "file"])
 def url(request: pytest.FixtureRequest, tmp_path: Path, grace_s: float) -> Iterator[str]:
-    if request.param != "file":
+    if request.param == "server":
         with rallypoint.Server(grace=grace_s) as server:
-            yield server.url if request.param == "server" else f"leases+{server.url}"
+            yield server.url
     else:
         with rallypoint.FileStore(str(tmp_path / "store")):  # so that the file outlives each process
             yield f"file://{tmp_path}/store"
-
-
-def connect(url: str) -> Any:
-    """Open a store; with leases, its members host what is shared, though the server could."""
-    store = rallypoint.connect(url.removeprefix("leases+"))
-    return with_leases(store) if url.startswith("leases+") else store
 
 
 def line(child: subprocess.Popen[str]) -> str:
@@ -107,7 +98,7 @@ def until_missing(url: str, missing: set[str]) -> None:
     """Wait until exactly these are missing at the barrier, as a member that comes and goes is told."""
     while True:
         try:
-            rallypoint.Barrier(connect(url), "b", 8).wait(0, 0.2)
+            rallypoint.Barrier(rallypoint.connect(url), "b", 8).wait(0, 0.2)
         except rallypoint.MembersMissing as error:
             if set(error.missing) == missing:
                 return
@@ -159,7 +150,7 @@ def test_a_rank_that_is_killed_and_restarted_at_once_takes_its_place_again(url: 
 def test_a_second_living_process_of_a_rank_times_out_by_the_name_of_the_first(url: str, start: Start) -> None:
     first = give(start(url, "give", "3"))
     until(first, "given")
-    exchange = rallypoint.Exchange(connect(url), "e", 4)
+    exchange = rallypoint.Exchange(rallypoint.connect(url), "e", 4)
     with pytest.raises(rallypoint.MembersMissing, match=rf"rank 3's earlier process .*{first.pid}.* still holds"):
         exchange.all_gather(3, b"other", 0.2)
     others = [give(start(url, "give", str(rank))) for rank in range(3)]
@@ -170,7 +161,7 @@ def test_a_second_living_process_of_a_rank_times_out_by_the_name_of_the_first(ur
 def test_the_lock_of_a_killed_holder_goes_to_the_next(url: str, start: Start) -> None:
     holder = start(url, "hold", "ann")
     assert line(holder) == "holds"
-    lock = rallypoint.Lock(connect(url), "l")
+    lock = rallypoint.Lock(rallypoint.connect(url), "l")
     with pytest.raises(rallypoint.MembersMissing, match="held by ann"):
         lock.acquire(0.1)
     holder.send_signal(signal.SIGKILL)
@@ -178,7 +169,7 @@ def test_the_lock_of_a_killed_holder_goes_to_the_next(url: str, start: Start) ->
 
 
 def test_a_group_is_told_of_a_killed_member(url: str, start: Start) -> None:
-    membership = rallypoint.Group(connect(url), "g").join("ann")
+    membership = rallypoint.Group(rallypoint.connect(url), "g").join("ann")
     bob = start(url, "join", "bob")
     assert line(bob) == "joined"
     membership.wait_for(["bob"], AMPLE_S)
@@ -199,7 +190,7 @@ def test_a_member_that_is_killed_and_restarted_at_once_has_its_name_again(url: s
     assert line(bob) == "joined"
     bob.send_signal(signal.SIGKILL)
     bob.wait(AMPLE_S)
-    assert rallypoint.Group(connect(url), "g").join("bob").id
+    assert rallypoint.Group(rallypoint.connect(url), "g").join("bob").id
 
 
 @WITHOUT_LEASES
@@ -211,7 +202,10 @@ def test_a_job_that_is_killed_and_restarted_at_once_with_fewer_members_agrees(ur
         child.send_signal(signal.SIGKILL)
         child.wait(AMPLE_S)
     with ThreadPoolExecutor(2) as pool:
-        waits = [pool.submit(rallypoint.Barrier(connect(url), "b", 2).wait, member, AMPLE_S) for member in range(2)]
+        waits = [
+            pool.submit(rallypoint.Barrier(rallypoint.connect(url), "b", 2).wait, member, AMPLE_S)
+            for member in range(2)
+        ]
         for wait in waits:
             wait.result(AMPLE_S)
 

@@ -18,8 +18,8 @@ pytestmark = pytest.mark.needs("torch")
 
 @pytest.fixture(params=["memory", pytest.param("etcd", marks=pytest.mark.needs("etcd"))])
 def server(request: pytest.FixtureRequest) -> Iterator[rallypoint.Server]:
-    engine = request.getfixturevalue("etcd_url") if request.param == "etcd" else None
-    with rallypoint.Server(engine=engine) as server:
+    storage = request.getfixturevalue("etcd_url") if request.param == "etcd" else None
+    with rallypoint.Server(storage=storage) as server:
         yield server
 
 
