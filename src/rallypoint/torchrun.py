@@ -3,7 +3,7 @@
 The endpoint is a rallypoint server that runs already, or else the node whose address that is starts one, which outlives
 the agent. Every agent has a relay of it, and workers get as MASTER_ADDR and MASTER_PORT a port of rank 0's relay, or of
 their own node's (`elastic/store_provider.py`): a store of its own for each round, that dies with no worker. Where the
-store is in etcd, `etcd://a:2379,b:2379/space`, every agent has a gateway to that instead, for its own workers.
+store is in etcd, `etcd://a:2379,b:2379/name`, three of the agents run a server of it, and the relay is each node's own.
 
 torchrun calls `shutdown` when an agent ends, whatever came of it, and its own handlers then close the rendezvous for
 all. Here it is leaving. An agent that has come to torchrun's exit barrier is done, and its round stands without it;
@@ -49,10 +49,19 @@ from rallypoint.elastic.rendezvous import Rendezvous, Round
 from rallypoint.elastic.round_port import RoundOver
 from rallypoint.elastic.store_provider import StoreProvider, rank0_address
 from rallypoint.elastic.watch import Change
-from rallypoint.errors import ConnectFailed, MembersMissing, NetworkError, RallypointError, RunClosed, StoreTimeout
+from rallypoint.errors import (
+    ConnectFailed,
+    MembersMissing,
+    NetworkError,
+    NoQuorum,
+    RallypointError,
+    RunClosed,
+    StoreTimeout,
+)
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.store.base import Store
 from rallypoint.store.relay_address import VARIABLE as RELAY
+from rallypoint.store.url import parse_url, shown_url
 from rallypoint.text import printable
 from rallypoint.torch import TorchStore
 from rallypoint.torchrun_options import read_flag, read_options
@@ -131,20 +140,22 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         self._store: RoundStore | None = None
         self._params = params
         self._is_host = read_flag(options.get("is_host"))
-        self._relay = options.get("relay", RANK0)
+        self._etcd = params.endpoint.startswith("etcd://")
+        self._relay = options.get("relay", LOCAL if self._etcd else RANK0)
         try:
             self._provider = self._open(self._read_s)
         except RallypointError as error:
-            raise RendezvousConnectionError(f"no server at {params.endpoint}: {error}") from error
+            raise RendezvousConnectionError(f"no server at {shown_url(params.endpoint)}: {error}") from error
         self._rendezvous = self._meet(options)
 
     def _open(self, within_s: float) -> StoreProvider:
-        where = self._params.endpoint
-        if where.startswith("etcd://"):
-            return store_provider.on_etcd(where, self._run_id, within_s)
-        endpoint = net.parse_endpoint(where, DEFAULT_PORT)
-        local = self._relay == LOCAL
-        found = store_provider.at_endpoint(endpoint, self._is_host, within_s, _say_in_vain, local=local)
+        where, local = self._params.endpoint, self._relay == LOCAL
+        if self._etcd:
+            own = self._params.local_addr
+            found = store_provider.on_etcd(parse_url(where).etcd(), own, within_s, _say_in_vain, local)
+        else:
+            endpoint = net.parse_endpoint(where, DEFAULT_PORT)
+            found = store_provider.at_endpoint(endpoint, self._is_host, within_s, _say_in_vain, local=local)
         found.store.set_timeout(self._read_s)
         return found
 
@@ -279,7 +290,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
             port = self._await_port(found)
         place = provider.store_of(run, found, port, self._read_s)
         os.environ[RANK0_ADDRESS] = rank0_address(found)
-        os.environ.update({RELAY: provider.relay()} if provider.relay() else {})
+        os.environ[RELAY] = provider.relay()
         return place
 
     def _await_port(self, found: Round) -> int:
@@ -321,7 +332,7 @@ def _say(waiting: Waiting) -> None:
     log.warning("waiting for %.0f s: %s", waiting.waited_s, printable(waiting.reason))
 
 
-def _say_in_vain(error: ConnectFailed) -> None:
+def _say_in_vain(error: ConnectFailed | NoQuorum) -> None:
     log.warning("no server yet: %s", error)
 
 

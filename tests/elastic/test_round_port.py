@@ -27,7 +27,7 @@ class RelayOfNode:
     def __init__(self, server: rallypoint.Server) -> None:
         self.server = server
         self.ended = threading.Semaphore(0)
-        self.relay = NodeRelay(net.Endpoint("127.0.0.1", server.port), self.ended.release)
+        self.relay = NodeRelay(server.url, self.ended.release)
 
     def open(self, run: str, scope: int, **more: Any) -> int:
         return self.relay.open(run, scope, 1, AMPLE_S, **more)
@@ -142,7 +142,7 @@ def test_a_relay_that_is_closed_is_not_lost(node: RelayOfNode) -> None:
 
 def test_a_relay_that_is_closed_while_it_starts_is_gone() -> None:
     with rallypoint.Server() as server:
-        relay = NodeRelay(net.Endpoint("127.0.0.1", server.port))
+        relay = NodeRelay(server.url)
         relay.close()
         assert not relay.relay.running()
 

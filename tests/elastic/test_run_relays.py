@@ -18,7 +18,7 @@ from tests.elastic.runs import PRELUDE, Node, Place, gone
 from tests.hosts import hosts
 from tests.wire import AMPLE_S, until
 
-from rallypoint import Rendezvous, Server, TCPStore, net
+from rallypoint import Rendezvous, Server, TCPStore
 from rallypoint.elastic import card, node_relay
 
 UP = """
@@ -200,7 +200,7 @@ def test_a_relay_whose_server_hangs_is_not_replaced(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(node_relay, "LOOK_S", 0.0)
     monkeypatch.setattr(node_relay, "SILENT_S", AMPLE_S)
     with Server() as server:
-        relay = node_relay.NodeRelay(net.Endpoint("127.0.0.1", server.port))
+        relay = node_relay.NodeRelay(server.url)
         try:
             pid = relay.relay.pid
             os.kill(server.pid, signal.SIGSTOP)

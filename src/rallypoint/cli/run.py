@@ -17,6 +17,8 @@ from rallypoint.core.gang import Rules
 from rallypoint.core.gathering import MAX_LAST_CALL_S
 from rallypoint.core.machine import MAX_MEMBERS
 from rallypoint.elastic.job import (
+    LOCAL,
+    RANK0,
     RELAYS,
     UNNAMED,
     Command,
@@ -71,6 +73,9 @@ KINDS = {"monitor_interval": click.FLOAT, "start_method": click.Choice(["spawn",
 
 LINE_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 """The variable that says, as for torchrun, what teed lines begin with."""
+
+STORE_VARIABLE = "RALLYPOINT_STORE"
+"""The variable that has the URL of --store, where that holds a password; workers do not get it."""
 
 NOTES = f"{__name__}.notes"
 TORCH_PORT = 29500
@@ -212,7 +217,11 @@ def _noted(function: Any) -> Any:
 @_option("no-python", is_flag=True, help="SCRIPT is any command.")
 @_time("shutdown-timeout", ours=False, help="As --grace.")
 @_option(
-    "store", ours=True, callback=_checked(_url), help="URL of a server that runs (tcp://…), or of etcd (etcd://…)."
+    "store",
+    ours=True,
+    callback=_checked(_url),
+    help="URL of a server that runs (tcp://…), or of a store in etcd (etcd://…), of which three nodes run servers. Give"
+    f" one with a password by {STORE_VARIABLE}, for everybody on the machine can read arguments.",
 )
 @_option(
     "data-dir",
@@ -220,8 +229,12 @@ def _noted(function: Any) -> Any:
     callback=_read(directory),
     help="Where the server that this node starts keeps its state, to go on when it dies.  [in memory]",
 )
-@_option("relay", ours=True, type=click.Choice(RELAYS), default=RELAYS[0], show_default=True,
-         help="MASTER_ADDR: rank 0's node, or every node's own relay on loopback.")  # fmt: skip
+@_option(
+    "relay",
+    ours=True,
+    type=click.Choice(RELAYS),
+    help="MASTER_ADDR: rank 0's node, or every node's own relay on loopback.  [rank0; with etcd, local]",
+)
 @_option(
     "node",
     ours=True,
@@ -248,10 +261,21 @@ def command(script: str, arguments: tuple[str, ...], **told: Any) -> None:
     streams.fill()
     from rallypoint.elastic.agent import Agent
 
+    _take_variable(told)
     for name, why in NOTED.items():
         if told[name] is not None and told[name] is not False:
             _note(f"--{name.replace('_', '-')}", why)
     sys.exit(Agent(_job(script, arguments, told)).run())
+
+
+def _take_variable(told: dict[str, Any]) -> None:
+    """Take the store from the environment, where it is not given otherwise, and out of it: it is not the workers'."""
+    url = os.environ.pop(STORE_VARIABLE, "")
+    if url and not told["store"] and not told["rdzv_endpoint"]:
+        try:
+            told["store"] = _url(url)
+        except ValueError as error:
+            raise click.UsageError(f"{STORE_VARIABLE}: {error}") from None
 
 
 def _of_master(address: str | None, port: int | None, nodes: int) -> str:
@@ -308,7 +332,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
         is_host=conf.get(HOST),
         store=store,
         data_dir=told["data_dir"],
-        relay=told["relay"],
+        relay=told["relay"] or (LOCAL if store and parse_url(store).scheme == "etcd" else RANK0),
         node=told["node"],
         node_rank=told["node_rank"],
         local_address=told["local_addr"],

@@ -18,7 +18,7 @@ from rallypoint.store import master
 from rallypoint.store.session import SessionBackend
 from rallypoint.store.tcp import TCPStore, TorchBackend
 
-__all__ = ["find_or_start", "is_loopback", "to_bind"]
+__all__ = ["ATTEMPT_S", "PATIENCE_S", "find_or_start", "is_loopback", "resolved", "to_bind"]
 
 OUTLIVE_S = 10.0
 """How long a server that we started lives with nobody connected."""
@@ -88,7 +88,7 @@ def to_bind(host: str, is_host: bool | None) -> list[str]:
     if not (here if is_host is None else is_host):
         return []
     named = host != "localhost" and not _is_address(host)
-    if here and not (named and all(map(is_loopback, _addresses(host)))):
+    if here and not (named and all(map(is_loopback, resolved(host)))):
         return [host]
     return ["::" if ":" in host else "0.0.0.0"]
 
@@ -101,7 +101,8 @@ def _is_address(host: str) -> bool:
     return True
 
 
-def _addresses(host: str) -> set[str]:
+def resolved(host: str) -> set[str]:
+    """Return the addresses that a host name has here."""
     try:
         return {str(info[4][0]) for info in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)}
     except OSError:

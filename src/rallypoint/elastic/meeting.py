@@ -1,7 +1,8 @@
 """Where a node meets the others of its run: the server, the rendezvous, and the board on which they write.
 
 The server is that of --store, which runs; or that of an endpoint, which whoever has the address starts, and which
-outlives them all; or, for a node that is alone, a child on a free port. Where --store is etcd, it is a gateway to that.
+outlives them all; or, for a node that is alone, a child on a free port. Where --store is etcd, three of the nodes have
+a server of the store, and one of these leads.
 
 A session with the server may be lost: the node was cut off for longer than its grace, or the server died. `attach`
 opens another, under the same name, and notes whether the server is another one, which knows nothing of the run.
@@ -37,6 +38,7 @@ from rallypoint.errors import (
     Disagreement,
     MeetingError,
     NetworkError,
+    NoQuorum,
     RallypointError,
     SessionLost,
 )
@@ -136,8 +138,11 @@ class Meeting:
             return store_provider.alone(job.data_dir, READ_S, self._bell.ring)
         url = None if job.store is None else parse_url(job.store)
         if url is not None and url.scheme == "etcd":
-            with self._searching(f"etcd does not answer at {url.place} yet"):
-                return store_provider.on_etcd(url.text, job.run_id, within_s, self._bell.ring)
+            with self._searching(f"{url.etcd().name} does not answer yet"):
+                local, ring = job.relay == LOCAL, self._bell.ring
+                return store_provider.on_etcd(
+                    url.etcd(), job.local_address, within_s, self._in_vain, local=local, on_end=ring
+                )
         endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
         with self._searching(f"no server answers at {endpoint} yet"):
             is_host, local, ring = False if url else job.is_host, job.relay == LOCAL, self._bell.ring
@@ -151,9 +156,12 @@ class Meeting:
             yield
         self.waits_for = before
 
-    def _in_vain(self, error: ConnectFailed) -> None:
+    def _in_vain(self, error: ConnectFailed | NoQuorum) -> None:
         why = "; ".join(f"{address}: {why}" for address, why in error.tried.items()) or "no address was found"
-        self.waits_for = f"no server answers at {error.peer} yet ({why})"
+        silent = (
+            f"no server answers at {error.peer}" if isinstance(error, ConnectFailed) else f"{error.store} is silent"
+        )
+        self.waits_for = f"{silent} yet ({why})"
         self._events.waits(self.waits_for)
 
     @property
@@ -186,7 +194,7 @@ class Meeting:
             self._members = [one.node for one in told]
             return World(
                 run_id=run,
-                url=f"tcp://{here.server()}",
+                url=here.url,
                 relay=here.relay(),
                 scope=now.scope,
                 number=now.number,

@@ -25,9 +25,9 @@ from rallypoint.elastic import round_port
 from rallypoint.elastic.round_port import RoundPort
 from rallypoint.errors import MeetingError, NetworkError
 from rallypoint.liveness import PAUSE_S
+from rallypoint.relay.settings import upstream_store
 from rallypoint.relay.spawn import Relay
 from rallypoint.store.dial import answers
-from rallypoint.store.relay_address import RelayAddress
 
 __all__ = ["NodeRelay"]
 
@@ -38,19 +38,20 @@ LOOK_S, SILENT_S = 2.0, 5.0
 
 
 class NodeRelay:
-    """A relay of the server at an address; `on_end` is called, in a thread of its own, when it has died in a round."""
+    """A relay of the store with a URL; `on_end` is called, in a thread of its own, when it has died in a round."""
 
-    def __init__(self, server: net.Endpoint, on_end: Callable[[], object] = lambda: None) -> None:
-        self._server = server
+    def __init__(self, upstream: str, on_end: Callable[[], object] = lambda: None) -> None:
+        self._store = upstream_store(upstream)
+        self._upstream = upstream
         self._on_end = on_end
         self._port: RoundPort | None = None
         self._closed = threading.Event()
         self._started: Future[Relay] = Future()
-        threading.Thread(target=self._run, name=f"relay of {server}", daemon=True).start()
+        threading.Thread(target=self._run, name=f"relay of {self._store.label}", daemon=True).start()
 
     def _run(self) -> None:
         try:
-            relay = Relay(f"tcp://{self._server}")
+            relay = Relay(self._upstream)
         except BaseException as error:  # it is the one who needs the relay to hear of it
             self._started.set_exception(error)
             return
@@ -80,7 +81,7 @@ class NodeRelay:
 
     def variable(self, identity: bytes) -> str:
         """Return what RALLYPOINT_RELAY is for workers, with the identity of the store."""
-        return RelayAddress(self.relay.url, net.Endpoints([self._server]), identity).variable
+        return self._store.relay_address(self.relay.url)._replace(identity=identity).variable
 
     def open(
         self, run: str, scope: int, number: int, timeout_s: float, *, port: int = 0, everywhere: bool = False

@@ -1,4 +1,4 @@
-"""The port of a round, as an agent asks for it: at the relay of its node, or at a gateway to etcd, by HTTP.
+"""The port of a round, as an agent asks for it: at the relay of its node, by HTTP.
 
 Asking twice is the same as once, so a relay that dies of a request, or before it has answered, is asked again: another
 takes its place. What it had open is gone with it, and the agent must know. So the connection on which a port was asked
@@ -27,7 +27,7 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectionLost, MeetingError
 from rallypoint.store.route import backoff_s
 
-__all__ = ["RoundOver", "RoundPort", "close_round", "is_gone", "open_port", "open_round"]
+__all__ = ["RoundOver", "RoundPort", "close_round", "is_gone", "open_port"]
 
 ATTEMPT_S = 10.0
 """How long one that is asked again may take to answer, each time."""
@@ -78,13 +78,6 @@ class RoundPort:
             self._on_end()
 
 
-def open_round(at: net.Endpoint, run: str, scope: int, timeout_s: float, number: int = 0) -> int:
-    """Open a port at a gateway to etcd; raise RoundOver where a later round has one. `number` is for people."""
-    connection, facts = _ask(at, "PUT", _path(run, scope, round=number), timeout_s, again=False)
-    connection.close()
-    return int(facts["port"])
-
-
 def open_port(
     at: net.Endpoint,
     run: str,
@@ -100,7 +93,7 @@ def open_port(
     path = _path(run, scope, round=number, port=port, everywhere=int(everywhere))
     deadline = Deadline(timeout_s)
     while True:
-        connection, facts = _ask(at, "PUT", path, deadline.remaining(), again=True)
+        connection, facts = _ask(at, "PUT", path, deadline.remaining())
         try:
             connection.request("GET", "/about")
             pid = int(json.load(connection.getresponse())["pid"])
@@ -145,7 +138,7 @@ def _path(run: str, scope: int | None, **told: int) -> str:
 
 
 def _ask(
-    at: net.Endpoint, method: str, path: str, timeout_s: float, again: bool
+    at: net.Endpoint, method: str, path: str, timeout_s: float, again: bool = True
 ) -> tuple[HTTPConnection, dict[str, Any]]:
     """Ask, and again where another takes the place of one that dies; return the connection, which still stands."""
     deadline = Deadline(timeout_s)

@@ -48,6 +48,11 @@ class Address(NamedTuple):
         return f"etcd://{','.join(self.endpoints)}/{self.space}"
 
     @property
+    def public_url(self) -> str:
+        """The URL for others on this machine: without the user, and where a server of ours would listen."""
+        return self._replace(access=self.access._replace(user="", password=""), host="").url
+
+    @property
     def url(self) -> str:
         """The whole of it as a URL, with what is secret."""
         from urllib.parse import quote, urlencode

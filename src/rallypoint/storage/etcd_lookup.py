@@ -3,7 +3,8 @@
 `look_up` reads at one moment, by quorum, who leads and which servers stand by. Whoever finds none at all may start one
 of its own, after `claim_seat`: of many processes that begin at the same moment, three get a seat, and the others wait
 for those. A seat is a key on a lease of a few seconds: one whose holder has died, or whose server does not come up, is
-free again soon. Once any server is listed, no seat is given.
+free again soon. Once any server is listed, a client gets no seat; the nodes of a job get one while servers and seats
+are fewer than three.
 
 Rejected: one seat. If its holder were slow or died, all others would wait for its lease to end, and the store would
 begin without a standby.
@@ -27,7 +28,7 @@ from rallypoint.storage.etcd_layout import Layout, Leader, Server
 __all__ = ["SEATS", "Found", "claim_seat", "give_up_seat", "look_up"]
 
 SEATS = 3
-"""How many processes may start a server at the same moment."""
+"""How many processes may start a server at the same moment, and how many servers the nodes of a job have."""
 
 SEAT_S = 15
 """How long a seat is held: longer than a server takes to come up."""
@@ -50,32 +51,33 @@ def look_up(address: Address, deadline: Deadline) -> Found:
     return Found(leader, tuple(dict.fromkeys(sorted(urls, key=lambda url: url != leader))))
 
 
-def claim_seat(address: Address, deadline: Deadline) -> int | None:
+def claim_seat(address: Address, deadline: Deadline, beside: bool = False) -> int | None:
     """Take a seat, so that this process may start a server; return its lease, to be given up once the server is up.
 
-    None: there are servers, or the seats are taken. Raises NoQuorum, EtcdRefused.
+    None: there are servers, or the seats are taken; with `beside`, servers and taken seats are as many as `SEATS`.
+    Raises NoQuorum, EtcdRefused.
     """
     layout, api = Layout(address.space), JsonApi(address)
-    lease = api.call("/v3/lease/grant", {"TTL": SEAT_S, "ID": 0}, deadline)["ID"]
-    seats = layout.prefix + b"seats/"
-    number = 1
-    while number <= SEATS:
-        key = seats + b"%d" % number
-        txn = {
-            "compare": [_absent(layout.servers, next_after(layout.servers)), _absent(key)],
-            "success": [{"request_put": {"key": _text(key), "value": _text(b"taken"), "lease": lease}}],
-            "failure": [_get_all(layout.servers), _get(key)],
-        }
-        answer = api.call("/v3/kv/txn", txn, deadline)
-        if answer.get("succeeded"):
-            return int(lease)
-        servers, seat = (_kvs(response) for response in answer["responses"])
-        if seat and seat[0].get("lease") == lease:  # an earlier attempt succeeded
-            return int(lease)
-        if servers:
+    ranges = layout.servers, layout.prefix + b"seats/"
+    lease = 0
+    while True:
+        answer = api.call("/v3/kv/txn", {"success": list(map(_get_all, ranges))}, deadline)
+        servers, seats = (_kvs(response) for response in answer["responses"])
+        if lease and any(int(seat.get("lease", 0)) == lease for seat in seats):  # an earlier attempt succeeded
+            return lease
+        if len(servers) + len(seats) >= SEATS or (servers and not beside):
             break
-        number += bool(seat)
-    give_up_seat(address, int(lease), deadline)
+        lease = lease or int(api.call("/v3/lease/grant", {"TTL": SEAT_S, "ID": 0}, deadline)["ID"])
+        taken = {b64decode(seat["key"]) for seat in seats}
+        key = next(key for number in range(SEATS) if (key := ranges[1] + b"%d" % (number + 1)) not in taken)
+        txn = {
+            "compare": [_unchanged(one, int(answer["header"]["revision"])) for one in ranges],
+            "success": [{"request_put": {"key": _text(key), "value": _text(b"taken"), "lease": str(lease)}}],
+        }
+        if api.call("/v3/kv/txn", txn, deadline).get("succeeded"):
+            return lease
+    if lease:
+        give_up_seat(address, lease, deadline)
     return None
 
 
@@ -97,9 +99,10 @@ def _get_all(prefix: bytes) -> dict[str, Any]:
     return {"request_range": {"key": _text(prefix), "range_end": _text(next_after(prefix))}}
 
 
-def _absent(key: bytes, end: bytes = b"") -> dict[str, Any]:
-    """Compare: there is no such key, or none from it up to another."""
-    return {"key": _text(key), "range_end": _text(end), "target": "VERSION", "result": "EQUAL", "version": "0"}
+def _unchanged(prefix: bytes, revision: int) -> dict[str, Any]:
+    """Compare: no key that begins like this has come, or changed, since a revision."""
+    keys = {"key": _text(prefix), "range_end": _text(next_after(prefix))}
+    return {**keys, "target": "MOD", "result": "LESS", "mod_revision": str(revision + 1)}
 
 
 def _kvs(response: dict[str, Any]) -> list[dict[str, Any]]:

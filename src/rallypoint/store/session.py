@@ -77,6 +77,11 @@ class SessionBackend(Backend):
         return self._wire.server
 
     @property
+    def servers(self) -> Sequence[str]:
+        """The URLs of all servers of a store in etcd, as one of them said last; none of any other store."""
+        return self._wire.servers
+
+    @property
     def recovers(self) -> bool:
         """Whether the server comes back with its sessions when it is restarted."""
         return self._wire.recovers

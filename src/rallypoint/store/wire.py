@@ -135,6 +135,11 @@ class Wire:
         """Whether the server comes back with its sessions when it is restarted."""
         return self._core.recovers
 
+    @property
+    def servers(self) -> Sequence[str]:
+        """The URLs of all servers of the store, as one of them said last."""
+        return self._core.servers
+
     # Requests
 
     def ask(self, op: ops.Op, wait_s: float | None = None, left: int | None = None) -> Any:
