@@ -18,6 +18,7 @@ from benchmarks import (
     connect,
     durability,
     etcd,
+    failover,
     heavy,
     launch,
     meeting,
@@ -45,6 +46,7 @@ SUBJECTS = {
     "recovery": recovery,
     "launch": launch,
     "etcd": etcd,
+    "failover": failover,
     "startup": startup,
 }
 RESULTS = Path(__file__).with_name("results.md")

@@ -111,13 +111,18 @@ class Rig:
 
     def _lead_etcd(self, host: Host, here: bool) -> None:
         """Have etcd's leader on a host, or on any other."""
-        status = {one.name: self._status(one) for one in self.hosts}
-        leading = next(one for one in self.hosts if status[one.name]["leader"] == _member_id(status[one.name]))
-        if (leading is host) is not here:
+
+        def led() -> bool:
+            status = {one.name: self._status(one) for one in self.hosts}
+            ids = {one.name: _member_id(status[one.name]) for one in self.hosts}
+            leading = next((one for one in self.hosts if status[one.name].get("leader") == ids[one.name]), None)
+            if leading is None or (leading is host) is here:
+                return leading is not None
             target = host if here else next(one for one in self.hosts if one is not host)
-            body = {"targetID": _member_id(status[target.name])}
-            self._ask(leading, ETCD_PORT, "/v3/maintenance/transfer-leadership", body)
-            self._until(lambda: self._status(host).get("leader") == _member_id(status[target.name]))
+            self._ask(leading, ETCD_PORT, "/v3/maintenance/transfer-leadership", {"targetID": ids[target.name]})
+            return False
+
+        self._until(led)
 
     # Inside
 

@@ -6,6 +6,7 @@ work of all of them, and so is its end. What they were told is then compared wit
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -29,6 +30,7 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import DiskFull
 from rallypoint.etcd import messages
 from rallypoint.etcd.client import Refusal
+from rallypoint.etcd.lease import Lease
 from rallypoint.etcd.member import ask
 from rallypoint.etcd.messages import Method
 from rallypoint.protocol.c10d import Opcode, encode
@@ -252,6 +254,29 @@ def test_a_leader_that_was_deposed_tells_clients_that_only_wait(cluster: Cluster
         assert first in servers.running
         store.set("go", "now")
         waiting.result()
+
+
+def test_a_leader_that_is_silent_is_missed_though_its_lease_lives(cluster: Cluster, url: str, tmp_path: Path) -> None:
+    """As where etcd's leader has vanished with it: the next one gives all leases their whole time again."""
+
+    async def keep_and_stop(servers: Servers, first: int) -> int:
+        async with Book(url) as book:
+            (found,) = await book.do(messages.get(book.layout.leader))
+            lease = Lease(book.client, found.kvs[0].lease, 3.0)
+            lease.keep()
+            servers.stop(first)
+            second = await asyncio.to_thread(servers.leader, first)
+            assert not lease.ended.is_set()
+            lease.close()
+            return second
+
+    with Servers(url, tmp_path, 2) as servers, rallypoint.connect(servers.url(), timeout=100) as store:
+        store.set("key", "value")
+        first = servers.leader()
+        assert run(keep_and_stop(servers, first)) != first
+        assert store.get("key") == b"value"
+        servers.cont(first)
+        store.set("key", "new")
 
 
 def epoch(servers: Servers) -> int:

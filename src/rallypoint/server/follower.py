@@ -3,10 +3,10 @@
 A server that stands by reads the snapshot and the log, and then watches for more. It knows its place in the log, so it
 may read any stretch twice: what it has applied before, it skips.
 
-Whether the leader is there is known from etcd: it writes its key there twice a second, and `leader_silent` looks
-whether it does. A look that fails, or is slow, counts for nothing: while etcd is not well, no leader can write. Most of
-the time only its process dies, and then its address refuses or resets connections at once: so there is one connection
-to the leader, which carries nothing (`leader_gone`). A leader that answers that it stands by has claimed the lead a
+Whether the leader is there is known from etcd: it writes its key there twice a second, and `Silence` looks whether it
+does. A look that fails, or is slow, counts for nothing: while etcd is not well, no leader can write. Most of the time
+only its process dies, and then its address refuses or resets connections at once: so there is one connection to the
+leader, which carries nothing (`leader_gone`). A leader that answers that it stands by has claimed the lead a
 moment ago, and is about to serve; were it deposed for that, nobody would ever lead. To take over too early does no
 harm, for a leader that was deposed commits nothing (`storage/etcd.py`); but nobody is to take over because of a network
 between the two.
@@ -34,7 +34,7 @@ from rallypoint.storage.etcd_batch import Assembler
 from rallypoint.storage.etcd_reader import Head, Overtaken, Reader
 from rallypoint.within import within
 
-__all__ = ["BEAT_S", "Follower", "leader_gone", "leader_silent"]
+__all__ = ["BEAT_S", "Follower", "Silence", "leader_gone"]
 
 LOOK_S = 0.5
 """How long to wait before the leader's address is tried again, and how long it may take to answer."""
@@ -45,8 +45,8 @@ PAUSE_S = 0.01
 BEAT_S = 0.5
 """How often a leader writes its key, and others look whether it did."""
 
-SILENT_LOOKS = 4
-"""How many looks in a row must find nothing new before the leader is taken to be gone."""
+SILENT_S = 1.9
+"""How long all looks must find nothing new before the leader is taken to be gone."""
 
 SLICE_ENTRIES = 16
 """How many places of the log are applied before others have a turn."""
@@ -106,21 +106,34 @@ class Follower:
         self.log_bytes += len(value)
 
 
-async def leader_silent(reader: Reader, write: Callable[[Deadline], Awaitable[object]]) -> None:
-    """Return when the leader has not written its key for a while, though etcd was well, and let this server `write`."""
-    known, looks = 0, 0
-    while True:
-        began_at = time.monotonic()
-        try:
-            written = await reader.leader_written(Deadline(BEAT_S))
-            looks = looks + 1 if written == known else 0
-            known = written
-            if looks == SILENT_LOOKS:
-                await write(Deadline(BEAT_S))
-                return
-        except (NoQuorum, Refusal):
-            looks = 0
-        await asyncio.sleep(max(0.0, began_at + BEAT_S - time.monotonic()))
+class Silence:
+    """Whether the leader of an epoch writes its key; what was seen is kept from one `wait` to the next."""
+
+    def __init__(self, epoch: int, reader: Reader, write: Callable[[Deadline], Awaitable[object]]) -> None:
+        self.epoch = epoch
+        self._reader, self._write = reader, write
+        self._written = 0
+        self._since = self._looked_at = float("-inf")  # since when etcd is well and nothing was written; the last look
+
+    async def wait(self) -> None:
+        """Return when the leader has written nothing for a while, though etcd was well, and let this server write."""
+        while True:
+            began_at = time.monotonic()
+            try:
+                written = await self._reader.leader_written(Deadline(BEAT_S))
+                if self._lasts(written, time.monotonic()):
+                    await self._write(Deadline(BEAT_S))
+                    return
+            except (NoQuorum, Refusal):
+                self._looked_at = float("-inf")
+            await asyncio.sleep(max(0.0, began_at + BEAT_S - time.monotonic()))
+
+    def _lasts(self, written: int, now: float) -> bool:
+        """Take in at which revision the leader wrote last; return whether that has been so for long."""
+        if written != self._written or now - self._looked_at > 3 * BEAT_S:
+            self._since = now
+        self._written, self._looked_at = written, now
+        return now - self._since >= SILENT_S
 
 
 async def leader_gone(endpoint: net.Endpoint) -> None:

@@ -37,7 +37,7 @@ from rallypoint.etcd.lease import Lease
 from rallypoint.etcd.watch import watch
 from rallypoint.protocol.native import MAX_WHY, Standby, standby
 from rallypoint.server.candidate import CALL_S, PAUSE_S, Candidate
-from rallypoint.server.follower import BEAT_S, Follower, leader_gone, leader_silent
+from rallypoint.server.follower import BEAT_S, Follower, Silence, leader_gone
 from rallypoint.server.running import url_of
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
@@ -84,6 +84,7 @@ class ReplicatedServer:
         self._task: asyncio.Task[None] | None = None
         self._closing = False
         self._told: Standby | None = None
+        self._silence: Silence | None = None
 
     # Beginning and end
 
@@ -175,7 +176,9 @@ class ReplicatedServer:
 
         beat = (layout.leader, encode(leader))
         following = watch(self._client, layout.prefix, layout.end, head.revision + 1, take)
-        silent, gone = leader_silent(self._candidate.reader, self._candidate.enlist), leader_gone(_endpoint(leader.url))
+        if self._silence is None or self._silence.epoch != leader.epoch:
+            self._silence = Silence(leader.epoch, self._candidate.reader, self._candidate.enlist)
+        silent, gone = self._silence.wait(), leader_gone(_endpoint(leader.url))
         waits = [*map(asyncio.ensure_future, (gone, following, silent, changed.wait(), own.ended.wait()))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
