@@ -42,8 +42,9 @@ ASK_S = 5.0
 START_S, CLOSE_S = 60.0, 10.0
 """How long a server may take to come up, and one that is just coming up to end."""
 
-PAUSE_S, STEADY_S = 0.5, 10.0
-"""How long to wait before another is started, where the last one has not lived for so long."""
+PAUSE_S, STEADY_S, LONGEST_S = 0.5, 10.0, 60.0
+"""How long to wait before another is started, where the last one has not lived for so long; where none came up, that
+doubles each time, up to the last of these."""
 
 TRIES = 3
 """How many starts in a row may fail before those who wait for a server are told."""
@@ -61,6 +62,7 @@ class NodeServer:
         self._failures = 0
         self._error: Exception | None = None
         self._server: Server | None = None
+        self._starting = False
         self._closed = threading.Event()
         self._wanted = threading.Event()
         self._wanted.set()
@@ -90,11 +92,12 @@ class NodeServer:
         """End the server, which hands over; another leads."""
         with self._lock:
             self._closed.set()
-            server = self._server
+            server, starting = self._server, self._starting
         self._wanted.set()
         if server is not None:
             server.close()
-        self._thread.join(CLOSE_S)  # of one that is just coming up; else it ends with this process
+        if starting:
+            self._thread.join(CLOSE_S)  # else it ends with this process
 
     def _run(self) -> None:
         while not self._closed.is_set():
@@ -102,7 +105,9 @@ class NodeServer:
                 continue
             self._wanted.clear()
             lease = self._seat()
-            if lease is not None and not self._closed.is_set():
+            with self._lock:
+                self._starting = lease is not None and not self._closed.is_set()
+            if lease is not None and self._starting:
                 self._serve(lease)
 
     def _seat(self) -> int | None:
@@ -122,7 +127,7 @@ class NodeServer:
             give_up_seat(self._store, lease, Deadline(ASK_S))
         self._failures, self._error = 0, None
         with self._lock:
-            self._server = server
+            self._server, self._starting = server, False
             if self._closed.is_set():
                 server.close()
         steady = Deadline(STEADY_S)
@@ -134,10 +139,13 @@ class NodeServer:
             self._closed.wait(0.0 if steady.expired() else PAUSE_S)
 
     def _failed(self, error: Exception) -> None:
+        """Note that no server came up, and pause."""
         self._failures += 1
+        if self._failures <= TRIES:
+            log.warning("no server comes up on this node: %s", error)
         if self._failures >= TRIES:
             self._error = error
-        log.warning("no server comes up on this node: %s", error)
+        self._closed.wait(min(PAUSE_S * 2.0 ** min(self._failures - 1, 10), LONGEST_S))
 
     def _hosts(self) -> list[str]:
         """Return where to listen, so that other nodes reach the server."""
