@@ -45,7 +45,7 @@ def check_engine(namespace: Namespace) -> None:
         + sum(len(one.prefix) + ENTRY_BYTES for one in held if isinstance(one, Watch))
         + sum(one.size + ENTRY_BYTES * len(one.keys) for one in waiters if not one.reads)
         + sum(one.size for calls in namespace.objects._calls.values() for one in calls.values())
-        + sum(late.size for late in namespace.objects._late.values())
+        + sum(late.size for late in namespace.objects.late.values())
     )
     assert engine.size == size, f"{engine.size} bytes are counted, and it has {size}"
     assert engine.parked == sum(one.size + ENTRY_BYTES * len(one.keys) for one in waiters if one.reads)
@@ -100,20 +100,20 @@ def check_waits(engine: Engine, waiter: Waiter) -> None:
 
 
 def check_objects(objects: Objects) -> None:
-    shelves: list[dict[Any, Any]] = [objects._calls, objects._latecomers]
+    shelves: list[dict[Any, Any]] = [objects._calls, objects.late.by_session]
     assert all(entry for shelf in shelves for entry in shelf.values())
-    assert all(late.calls for late in objects._late.values())
+    assert all(late.calls for late in objects.late.values())
     calls = {held: waiter for theirs in objects._calls.values() for held, waiter in theirs.items()}
     for ((machine, name), call_id), waiter in calls.items():
         assert (call_id, name) == (waiter.call.id, waiter.name)
         assert isinstance(waiter.command, tuple(_commands(machine))) and waiter.owner.tag == waiter.call.session
         assert waiter.waits == (waiter.owner.waiting.get(waiter.number) is waiter), "each call waits once"
     assert all(calls[held].waits for held in objects.doubts._calls)
-    latecomers = {held for calls in objects._latecomers.values() for held in calls}
-    assert latecomers == {(place, call) for place, late in objects._late.items() for call in late.calls}
+    latecomers = {held for calls in objects.late.by_session.values() for held in calls}
+    assert latecomers == {(place, call) for place, late in objects.late.items() for call in late.calls}
     for place, machine in objects._machines.items():
         assert objects.timers.get(place) == machine.alarm
-        assert not machine.idle or place in objects._idle or place in objects._late
+        assert not machine.idle or place in objects._idle or place in objects.late
     assert set(objects.timers) <= set(objects._machines) and set(objects._idle) <= set(objects._machines)
     assert objects._idle_bytes == sum(objects._idle.values())
 
@@ -142,7 +142,7 @@ def check_holders(state: State, namespace: Namespace) -> None:
     tags = {session.tag for session in state.sessions.values() if session.namespace == namespace.id}
     away = {session.tag for session in state.sessions.values() if session.tag in tags and not session.attached}
     objects = namespace.objects
-    assert set(objects._calls) <= tags and set(objects._latecomers) <= tags
+    assert set(objects._calls) <= tags and set(objects.late.by_session) <= tags
     assert set(objects.doubts._away) == away
     assert {tag for machine in objects._machines.values() for tag in machine.sessions()} <= tags, "the dead are in it"
 

@@ -104,7 +104,7 @@ class Host:
 
     def expect_nothing_left(self) -> None:
         left = self.objects
-        assert (left._calls, left._late, left._latecomers, left.timers) == ({}, {}, {}, {})
+        assert (left._calls, left.late, left.late.by_session, left.timers) == ({}, {}, {}, {})
         assert self.engine.size == 0 and left.waiting == 0
         assert self.answers() == []
         assert list(left._machines) == list(left._idle), "those that are remembered, and no others"
@@ -235,7 +235,7 @@ def test_calls_that_never_look_fill_the_store_and_no_more() -> None:
 
     with pytest.raises(StoreFull):
         fill()
-    late = sum(len(late.calls) for late in host.objects._late.values())
+    late = sum(len(late.calls) for late in host.objects.late.values())
     assert late * ENTRY_BYTES < host.engine.size < host.engine.max_bytes
     host.end("0")
     host.end("1")

@@ -101,7 +101,7 @@ class ServerHost:
         for session in sorted(set(self.world.by_session) - self.ended, key=int):
             self._end(session)
         left = self.objects
-        kept = [left._machines.keys() - left._idle.keys(), left._calls, left._late, left._latecomers]
+        kept = [left._machines.keys() - left._idle.keys(), left._calls, left.late, left.late.by_session]
         kept += [left.timers, left.doubts._away, left.doubts._calls, self.state.sessions, self.open]
         if any(kept) or self.engine.size or self.state.budget.kept or self.engine.statistics().waiters:
             raise Wrong(f"the server keeps something of nobody: {kept} {self.engine.size} bytes")

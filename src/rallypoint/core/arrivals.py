@@ -74,7 +74,7 @@ def _all_wait(namespace: Namespace, requests: Requests) -> bool:
             return False
         calls[call_id] = Call(op.member, tag, op.call, session.name, session.former)
     sizes = [call_bytes(name, op.member, op.command) for _, op in requests]
-    if len(calls) < len(requests) or objects._late or engine.size + sum(sizes) > engine.max_bytes:
+    if len(calls) < len(requests) or objects.late or engine.size + sum(sizes) > engine.max_bytes:
         return False
     machine = objects._machines.get(place) or kind()
     if not machine.take_in(calls, [op.command for _, op in requests]):

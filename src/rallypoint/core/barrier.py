@@ -18,11 +18,12 @@ they would stay, and be taken for those of the next job of that name.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated
 
-from msgspec import Meta, Struct, field
+from msgspec import Meta, field
 
+from rallypoint.core.broken_round import Broken, broken_for
 from rallypoint.core.machine import (
     MAX_MEMBERS,
     WAIT,
@@ -41,7 +42,7 @@ from rallypoint.core.machine import (
     waiting_for,
 )
 
-__all__ = ["Arrive", "Barrier", "Broken", "Leave", "Members", "Stay", "Withdraw", "broken_for", "names_of"]
+__all__ = ["Arrive", "Barrier", "Leave", "Members", "Stay", "Withdraw", "names_of"]
 
 Members = Annotated[int, Meta(ge=1, le=MAX_MEMBERS)] | Annotated[list[Name], Meta(min_length=1, max_length=MAX_MEMBERS)]
 """How many members there are, who are then called 0 to n-1, or their names."""
@@ -76,21 +77,6 @@ class Leave(Command, tag="barrier.leave"):
 
 class Stay(Undo, tag="barrier.stay"):
     """Take a leave back that waits, unless all others have left."""
-
-
-class Broken(Struct, array_like=True):
-    """A round that broke, as one member remembers it: its calls, and who was lost."""
-
-    calls: list[str]
-    lost: list[str]
-
-
-def broken_for(calls: Iterable[Call], lost: list[str]) -> dict[str, Broken]:
-    """Return what the members of a round that broke have to remember."""
-    broken: dict[str, Broken] = {}
-    for call in calls:
-        broken.setdefault(call.member, Broken([], lost)).calls.append(call.id)
-    return broken
 
 
 class Barrier(Machine, kw_only=True):

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, field
 
-from rallypoint.core.barrier import Broken, broken_for
+from rallypoint.core.broken_round import Broken, broken_for
 from rallypoint.core.limits import MAX_VALUE_BYTES
 from rallypoint.core.machine import (
     MAX_MEMBERS,

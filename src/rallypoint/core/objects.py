@@ -3,9 +3,8 @@
 A call that must wait is its session's as any other wait is, and there is one record of it (`CallWaiter`) for as long as
 the machine keeps something of it. Its deadline is not the caller's: it is when the caller wants to hear why it still
 waits, and it then looks again with the same call. Machines hear of sessions that have ended. One that is idle is
-dropped, unless a call that was between two looks when its wait ended has yet to look. What machines keep counts as the
-engine's bytes do, and so does what is kept for such a call: its round, as it was counted before, until it looks or its
-session ends.
+dropped, unless a call that was between two looks when its wait ended has yet to look (`core/late_calls.py`). What
+machines keep counts as the engine's bytes do.
 
 A few idle machines are remembered, for those who come back: so many, and so many bytes, of which no session is charged.
 Machines' timers are part of the state, the clock is not: a host reads `timers`, and calls `fire` when one is due by its
@@ -22,6 +21,7 @@ from typing import Any
 from rallypoint.core.call_waiter import CallWaiter
 from rallypoint.core.doubts import Doubts
 from rallypoint.core.engine import ENTRY_BYTES, Engine
+from rallypoint.core.late_calls import Held, LateCalls, Place
 from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
 from rallypoint.core.records import show
 from rallypoint.core.shared_answer import Encoded, as_shared, encode_once
@@ -34,25 +34,7 @@ MAX_IDLE = 256
 MAX_IDLE_BYTES = 16 * 1024 * 1024
 """How much they may keep: the ranks of one run of as many nodes as there may be."""
 
-Place = tuple[type[Machine], bytes]
-Held = tuple[Place, str]
-"""A call that a machine may keep something of: where, and the call's id."""
-
-
 _NONE: Mapping[Held, CallWaiter] = MappingProxyType({})
-
-
-class _Late:
-    """The calls at one place that have yet to look how their wait ended, and what is counted for them."""
-
-    __slots__ = ("calls", "round", "size")
-
-    def __init__(self) -> None:
-        self.calls: dict[str, None] = {}
-        self.round = 0
-        """What the largest round that ended since made the machine keep."""
-
-        self.size = 0
 
 
 class Objects:
@@ -64,8 +46,7 @@ class Objects:
         self._calls: dict[str, dict[Held, CallWaiter]] = {}
         """The calls that wait, or that machines keep something of, by session."""
 
-        self._late: dict[Place, _Late] = {}
-        self._latecomers: dict[str, dict[Held, None]] = {}
+        self.late = LateCalls(engine)
         self.timers: dict[Place, tuple[int, float]] = {}
         """The timers that are set: each its number, and for how many seconds."""
 
@@ -90,8 +71,8 @@ class Objects:
                 self._make_room(held, CallWaiter(owner, number, call, command, name, 0, False))
             elif known.call.member != call.member:
                 return _used_by_another(call, known.call.member)
-        if self._late:
-            self._looked(held)
+        if self.late:
+            self.late.looked(held)
         machine = self.begin(place)
         step = machine.apply(call, command, self._engine.revision + 1)
         outcome = self.conclude(held, machine, step, call, command, timeout_s)
@@ -163,9 +144,9 @@ class Objects:
             self._engine.charge(b"", -waiter.size)
             self.forget(waiter)
         places = dict.fromkeys(place for place, _ in calls)
-        for late in list(self._latecomers.get(session, ())):
+        for late in list(self.late.by_session.get(session, ())):
             places[late[0]] = None
-            self._looked(late)
+            self.late.looked(late)
         for place in places:
             machine = self._machines.get(place)
             if machine is not None:
@@ -204,8 +185,8 @@ class Objects:
             freed += self._tell(place, machine, step, encoded)
         elif step.woken:
             freed += self._let_look(place, machine, step.woken, encoded)
-        if self._late and place in self._late:
-            self._count_late(place, freed)
+        if self.late and place in self.late:
+            self.late.count(place, freed)
         elif machine.idle:
             self._put_away(place, machine)
         if machine.alarm != self.timers.get(place):
@@ -223,7 +204,7 @@ class Objects:
                 outcome = machine.apply(call, known.command, self._engine.revision + 1).outcome
             freed += self._settle(held, machine, call.session)  # after its look, by which it may have come again
             if known is None or not known.waits:
-                self.come_late(held, call.session)
+                self.late.add(held, call.session)
             elif isinstance(outcome, (Done, Refused)):
                 self._wake(known, encode_once(outcome, encoded))
         return freed
@@ -240,7 +221,7 @@ class Objects:
             waiter = None if theirs is None else theirs.get(held)
             if waiter is None or theirs is None or not waiter.waits:  # it is between two looks
                 freed += self._settle(held, machine, session)
-                self.come_late(held, session)
+                self.late.add(held, session)
                 continue
             if not keeps(call_id):
                 told += waiter.size
@@ -282,39 +263,6 @@ class Objects:
         else:
             self.timers[place] = timer
         self.changed_timers.append(place)
-
-    def _count_late(self, place: Place, freed: int) -> None:
-        """Go on counting a round, of which nothing waits any more, for those who have yet to look how it ended."""
-        late = self._late[place]
-        late.round = max(late.round, freed)
-        size = late.round + len(late.calls) * (len(place[1]) + ENTRY_BYTES)
-        self._engine.size += size - late.size  # it is here, so it is too late to refuse it
-        late.size = size
-
-    def restore_late(self, place: Place, round_bytes: int, size: int) -> None:
-        """Put back, from a snapshot, what is counted for calls that have yet to look; it is counted already."""
-        late = self._late[place] = _Late()
-        late.round, late.size = round_bytes, size
-
-    def come_late(self, held: Held, session: str) -> None:
-        """Note that a call, which does not wait at this moment, has yet to look how its wait ended."""
-        self._late.setdefault(held[0], _Late()).calls[held[1]] = None
-        self._latecomers.setdefault(session, {})[held] = None
-
-    def _looked(self, held: Held) -> None:
-        """Note that a call, if it was late, is so no more."""
-        place, call_id = held
-        late = self._late.get(place)
-        if late is None or call_id not in late.calls:
-            return
-        del late.calls[call_id]
-        session = call_id.rpartition("/")[0]
-        del self._latecomers[session][held]
-        if not self._latecomers[session]:
-            del self._latecomers[session]
-        if not late.calls:
-            self._engine.size -= late.size
-            del self._late[place]
 
     def _make_room(self, held: Held, waiter: CallWaiter) -> None:
         """Count what a call will make the machine keep; refuse it, before anything changes, where the store is full."""

@@ -185,9 +185,9 @@ def _write_objects(namespace: int, objects: Objects) -> Iterator[bytes]:
         for rest in [(waiter.size, waiter.waits)]
     )
     yield from _chunks("calls", namespace, calls)
-    late = sorted((place[0].kind, place[1], one.round, one.size) for place, one in objects._late.items())
+    late = sorted((place[0].kind, place[1], one.round, one.size) for place, one in objects.late.items())
     yield from _chunks("late", namespace, late)
-    latecomers = sorted(objects._latecomers.items())
+    latecomers = sorted(objects.late.by_session.items())
     rows = ((session, *_place_key(held)) for session, calls in latecomers for held in calls)
     yield from _chunks("latecomers", namespace, rows)
     idle = ((place[0].kind, place[1], size) for place, size in objects._idle.items())
@@ -377,11 +377,11 @@ class _Reader:
 
     def _late(self, namespace: int, rows: list[Any]) -> None:
         for kind, name, round_bytes, size in rows:
-            self._objects(namespace).restore_late((MACHINES[kind], name), round_bytes, size)
+            self._objects(namespace).late.restore((MACHINES[kind], name), round_bytes, size)
 
     def _latecomers(self, namespace: int, rows: list[Any]) -> None:
         for session, kind, name, call in rows:
-            self._objects(namespace).come_late(((MACHINES[kind], name), call), session)
+            self._objects(namespace).late.add(((MACHINES[kind], name), call), session)
 
     def _idle(self, namespace: int, rows: list[Any]) -> None:
         objects = self._objects(namespace)
