@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from tests.cutter import Cutter
-from tests.kinds import AMPLE_S, HOSTED, Open, together
+from tests.kinds import AMPLE_S, HOSTED, Open, replicated, together
 
 from rallypoint import Server, TCPStore
 from rallypoint.core import barrier as core
@@ -327,7 +327,7 @@ def test_device_maps_are_turned_round_and_held_to(open_store: Open) -> None:
 
 
 def test_statistics_say_who_hosts_it(open_store: Open, request: pytest.FixtureRequest) -> None:
-    hosted_by = "server" if request.node.callspec.params["open_store"] in HOSTED else "members"
+    hosted_by = "server" if request.node.callspec.params["open_store"] in (*HOSTED, replicated) else "members"
     store = open_store()
     theirs = f"<TCPStore of {type(store).__module__} at 127.0.0.1:"
     label = repr(store) if isinstance(store, Store) else f"{theirs}{store.port}>"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rallypoint.etcd.messages import OP_DELETE, OP_PUT, OP_RANGE, OP_TXN
+from rallypoint.etcd.messages import OP_RANGE
 from rallypoint.etcd.protobuf import fields
 
 __all__ = [
-    "KV", "Change", "Deleted", "Found", "Put", "Result", "WatchAnswer",
-    "read_deleted", "read_lease", "read_range", "read_status", "read_token", "read_txn", "read_watch",
+    "KV", "Change", "Found", "Result", "WatchAnswer",
+    "read_lease", "read_range", "read_status", "read_token", "read_txn", "read_watch",
 ]  # fmt: skip
 
 
@@ -31,21 +31,11 @@ class Found(NamedTuple):
     revision: int
 
 
-class Put(NamedTuple):
-    """The answer to a put."""
-
-
-class Deleted(NamedTuple):
-    """The answer to a delete: how many keys there were."""
-
-    total: int
-
-
 class Result(NamedTuple):
-    """The answer to a transaction: whether its comparisons were true, and the answers of the branch that ran."""
+    """The answer to a transaction: whether its comparisons were true, and what the reads of its branch found."""
 
     succeeded: bool
-    answers: list[Any]
+    answers: list[Found]
     revision: int
 
 
@@ -85,21 +75,16 @@ def read_range(data: bytes) -> Found:
 
 def read_txn(data: bytes) -> Result:
     """Read the answer to a transaction."""
-    succeeded, answers, revision = False, [], 0
+    succeeded, revision = False, 0
+    answers: list[Found] = []
     for field, value in fields(data):
         if field == 3:
-            for kind, body in fields(value):
-                answers.append(_READ[kind](body))
+            answers += [read_range(body) for kind, body in fields(value) if kind == OP_RANGE]
         elif field == 2:
             succeeded = bool(value)
         elif field == 1:
             revision = _revision(value)
     return Result(succeeded, answers, revision)
-
-
-def read_deleted(data: bytes) -> Deleted:
-    """Read the answer to a delete."""
-    return Deleted(next((value for field, value in fields(data) if field == 2), 0))
 
 
 def read_lease(data: bytes) -> tuple[int, int]:
@@ -150,6 +135,3 @@ def _kv(data: bytes) -> KV:
 
 def _revision(header: bytes) -> int:
     return int(dict(fields(header)).get(3, 0))
-
-
-_READ = {OP_RANGE: read_range, OP_PUT: lambda _: Put(), OP_DELETE: read_deleted, OP_TXN: read_txn}

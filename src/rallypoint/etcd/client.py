@@ -2,8 +2,8 @@
 
 A call goes to the endpoint that answered last (the leader, where that is known), with a short deadline of its own.
 Whoever does not answer is set aside, and the call is made again at the next, until the caller's deadline; so every
-request must bear to be repeated, which those of `etcd/space.py` do. An endpoint that was set aside is tried again after
-a while, first by whoever has no other. `NoQuorum` says what each of them did.
+request must bear to be repeated, or its caller find out what came of it. An endpoint that was set aside is tried
+again after a while, first by whoever has no other. `NoQuorum` says what each of them did.
 
 Pings are no faster than etcd allows (5 s by default; faster ones make it hang up): what finds a hung endpoint within a
 second is the deadline of the call itself.
@@ -84,13 +84,10 @@ class Endpoint:
 
     def __init__(self, address: str, credentials: grpc.ChannelCredentials | None) -> None:
         self.address = address
-        self._credentials = credentials
         if credentials is None:
             self.channel = grpc.aio.insecure_channel(address, _OPTIONS)
         else:
             self.channel = grpc.aio.secure_channel(address, credentials, _OPTIONS)
-        self._direct: grpc.Channel | None = None
-        self.directly: dict[str, Any] = {}
         self.trouble = ""
         self._failures = 0
         self._aside_until = float("-inf")
@@ -106,17 +103,6 @@ class Endpoint:
     async def close(self) -> None:
         """Hang up."""
         await self.channel.close()
-        if self._direct is not None:
-            self._direct.close()
-
-    def direct(self, method: str) -> Any:
-        """Return what makes one call from any thread, which waits for it."""
-        if self._direct is None:
-            if self._credentials is None:
-                self._direct = grpc.insecure_channel(self.address, _OPTIONS)
-            else:
-                self._direct = grpc.secure_channel(self.address, self._credentials, _OPTIONS)
-        return self._direct.unary_unary(method)
 
     def answered(self) -> None:
         """Note that it is well."""
@@ -193,26 +179,6 @@ class Client:
             for task in asked:
                 task.cancel()
         return answers.read_status((await self.call(Method.STATUS, b"", deadline)).data)[0]
-
-    def ask_directly(self, method: str, request: bytes) -> bytes | None:
-        """Make one attempt at a call that only reads, in any thread; None when there is no answer, for whatever reason.
-
-        It saves the way to the event loop and back, a third of the time of a read.
-        """
-        endpoint, since = self._current, time.monotonic()
-        if self._closed or endpoint.aside_s() > 0:
-            return None
-        try:
-            if method not in endpoint.directly:
-                endpoint.directly[method] = endpoint.direct(method)
-            data: bytes = endpoint.directly[method](request, timeout=ATTEMPT_S, metadata=self._metadata())
-        except grpc.RpcError as error:
-            if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
-                endpoint.failed(f"no answer within {ATTEMPT_S:g} s", since)
-            return None
-        except ValueError:  # closed meanwhile
-            return None
-        return data
 
     async def log_in(self, deadline: Deadline) -> None:
         """Get a token; that of a member that was restarted is worth nothing any more."""

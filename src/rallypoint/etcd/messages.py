@@ -1,7 +1,7 @@
 """The few requests of etcd's v3 API that we use, as bytes; protobuf by hand, without a protobuf library.
 
-A request is built as bytes at once. What may stand in a transaction is an `Op`, which also knows the range of keys it
-writes, so that transactions can be put together (`etcd/batch.py`). What comes back is in `etcd/answers.py`.
+A request is built as bytes at once. What may stand in a transaction is an `Op`. What comes back is in
+`etcd/answers.py`.
 
 Rejected: generated stubs. Those of today import only under the newest protobuf, and machine-learning users have
 theirs pinned by others.
@@ -9,16 +9,15 @@ theirs pinned by others.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from rallypoint.etcd.protobuf import chars, number
 
 __all__ = [
-    "OP_DELETE", "OP_PUT", "OP_RANGE", "OP_TXN", "Compare", "Method", "Op", "Txn",
-    "as_of", "authenticate", "cancel_watch", "delete", "get", "lease", "next_after", "progress", "put", "tally",
+    "OP_DELETE", "OP_PUT", "OP_RANGE", "Compare", "Method", "Op", "Txn",
+    "authenticate", "delete", "get", "lease", "lease_is", "next_after", "progress", "put", "value_is", "version_is",
     "watch",
-    "exists", "lease_is", "modified_at", "none_in", "value_below", "value_is", "version_is",
 ]  # fmt: skip
 
 
@@ -35,20 +34,18 @@ class Method:
     STATUS = "/etcdserverpb.Maintenance/Status"
 
 
-_EQUAL, _GREATER, _LESS = range(3)
-_VERSION, _CREATE, _MOD, _VALUE, _LEASE = range(5)
-_ASCEND, _BY_CREATE = 1, 2
-OP_RANGE, OP_PUT, OP_DELETE, OP_TXN = 1, 2, 3, 4
+_VERSION, _VALUE, _LEASE = 0, 3, 4
+"""What is compared in a transaction."""
+
+OP_RANGE, OP_PUT, OP_DELETE = 1, 2, 3
 """What a request in a transaction can be."""
 
 
 class Op(NamedTuple):
-    """One request of a transaction; between `first` and `end` is all that it writes (empty where it only reads)."""
+    """One request of a transaction."""
 
     kind: int
     body: bytes
-    first: bytes = b""
-    end: bytes = b""
 
 
 Compare = bytes
@@ -69,66 +66,23 @@ class Txn(NamedTuple):
         parts += [chars(3, chars(op.kind, op.body)) for op in self.failure]
         return b"".join(parts)
 
-    def as_op(self) -> Op:
-        """Return it as one request of another transaction."""
-        spans = list(self.writes())
-        first, end = min((span[0] for span in spans), default=b""), max((span[1] for span in spans), default=b"")
-        return Op(OP_TXN, self.encode(), first, end)
-
-    def writes(self) -> Iterator[tuple[bytes, bytes]]:
-        """Yield the ranges of keys that it writes, if all goes well."""
-        return ((op.first, op.end) for op in self.success if op.first)
-
 
 # Requests
 
 
-def get(key: bytes, end: bytes = b"", limit: int = 0, names_only: bool = False, oldest_first: bool = False) -> Op:
+def get(key: bytes, end: bytes = b"", limit: int = 0) -> Op:
     """Read a key, or all from a key up to another."""
-    body = chars(1, key)
-    if end:
-        body += chars(2, end)
-    if limit:
-        body += number(3, limit)
-    if oldest_first:
-        body += number(5, _ASCEND) + number(6, _BY_CREATE)
-    if names_only:
-        body += number(8, 1)
-    return Op(OP_RANGE, body)
+    return Op(OP_RANGE, chars(1, key) + (chars(2, end) if end else b"") + (number(3, limit) if limit else b""))
 
 
-def as_of(op: Op, revision: int) -> Op:
-    """Read the same as it was at a revision."""
-    return op._replace(body=op.body + number(4, revision))
-
-
-def tally(key: bytes, end: bytes) -> Op:
-    """Count the keys from one up to another."""
-    return Op(OP_RANGE, chars(1, key) + chars(2, end) + number(9, 1))
-
-
-def put(key: bytes, value: bytes, lease: int = 0, keep_value: bool = False, keep_lease: bool = False) -> Op:
-    """Write a key; it may keep the value or the lease that it has."""
-    body = chars(1, key)
-    if not keep_value:
-        body += chars(2, value)
-    if lease:
-        body += number(3, lease)
-    if keep_value:
-        body += number(5, 1)
-    if keep_lease:
-        body += number(6, 1)
-    return Op(OP_PUT, body, key, key + b"\0")
+def put(key: bytes, value: bytes, lease: int = 0) -> Op:
+    """Write a key, on a lease if one is given."""
+    return Op(OP_PUT, chars(1, key) + chars(2, value) + (number(3, lease) if lease else b""))
 
 
 def delete(key: bytes, end: bytes = b"") -> Op:
     """Delete a key, or all from a key up to another."""
-    return Op(OP_DELETE, chars(1, key) + (chars(2, end) if end else b""), key, end or key + b"\0")
-
-
-def exists(key: bytes) -> Compare:
-    """Compare: there is such a key."""
-    return number(1, _GREATER) + number(2, _VERSION) + chars(3, key) + number(4, 0)
+    return Op(OP_DELETE, chars(1, key) + (chars(2, end) if end else b""))
 
 
 def version_is(key: bytes, version: int) -> Compare:
@@ -136,24 +90,9 @@ def version_is(key: bytes, version: int) -> Compare:
     return number(2, _VERSION) + chars(3, key) + number(4, version)
 
 
-def none_in(first: bytes, end: bytes) -> Compare:
-    """Compare: there is no key from one up to another."""
-    return version_is(first, 0) + chars(64, end)
-
-
-def modified_at(key: bytes, revision: int) -> Compare:
-    """Compare: the key was last written at that revision; 0: there is none."""
-    return number(2, _MOD) + chars(3, key) + number(6, revision)
-
-
 def value_is(key: bytes, value: bytes) -> Compare:
     """Compare: the key is there and has that value."""
     return number(2, _VALUE) + chars(3, key) + chars(7, value)
-
-
-def value_below(key: bytes, value: bytes) -> Compare:
-    """Compare: the key is there, and its value comes before another."""
-    return number(1, _LESS) + number(2, _VALUE) + chars(3, key) + chars(7, value)
 
 
 def lease_is(key: bytes, lease: int) -> Compare:
@@ -170,11 +109,6 @@ def watch(mine: int, key: bytes, end: bytes, revision: int) -> bytes:
     """Ask for the changes from a revision on, under a number of ours."""
     body = chars(1, key) + (chars(2, end) if end else b"") + number(3, revision) + number(4, 1) + number(7, mine)
     return chars(1, body)
-
-
-def cancel_watch(mine: int) -> bytes:
-    """Ask for no more of a watch."""
-    return chars(2, number(1, mine))
 
 
 def progress() -> bytes:

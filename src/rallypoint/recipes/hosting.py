@@ -2,7 +2,7 @@
 
 `host_of(store)` chooses: our server hosts the object itself (one request, answered when it is time), on any other
 store the members host it by compare-and-set (`recipes/storehost.py`), and show by counters that they live.
-`Object.perform` is the one way in which a call is made: ask; while it waits, say why every few seconds; at the deadline,
+`Object.perform` is the one way a call is made: ask; while it waits, say why every few seconds; at the deadline,
 or when interrupted, take it back, unless it came true at that very moment. `Recipe` is what the classes for users have
 in common.
 """

@@ -1,9 +1,7 @@
 """The session of this process on a store whose members host objects themselves: how it begins, and how it ends.
 
-    Pulse    recipes/pulse.py    on any store: a counter that a thread moves, and the feeling of others'
-    Vigil    recipes/vigil.py    on a store that keeps leases: a leased key, and the hearing of others' going
-
-A session is one process on one store; its sign of life is the key `pulse:SESSION`. The key is there before the session
+A session is one process on one store; its sign of life is the key `pulse:SESSION`, a counter that a thread moves
+(`recipes/pulse.py`). The key is there before the session
 is in any object's state, and whoever stops deletes its own, at the end of the process too. A thread, the keeper, does
 that, so that neither the end of a process nor the collector of garbage has to wait for a store.
 

@@ -6,8 +6,8 @@ Keys, for an object of some KIND and NAME:
     KIND:NAME:bell:N     set when the bell rings the Nth time; a waiting member waits for the next. Only a few are kept
     pulse:SESSION        the sign of life of a session
 
-A change that others wait for rings the bell. How members know who lives is what the two kinds of host differ in:
-`PulseHost` (`recipes/pulsehost.py`) feels counters, `LeaseHost` (`recipes/leasehost.py`) hears of leases that end.
+A change that others wait for rings the bell. How members know who lives is the part of `PulseHost`
+(`recipes/pulsehost.py`).
 
 Whoever has lost a few races for the state stands back: for a time by chance, of up to twice as many tries of others
 after each loss. How long a try takes on this store is measured. Of 64 who come at once, each would else try 32 times on

@@ -23,7 +23,7 @@ __all__ = ["Relay"]
 class Relay(ChildServer):
     """A relay in a child process that lives until `close`, or until this process ends, and is started again if it dies.
 
-    `upstream` is the URL of the server, `tcp://host:port`, or of a store in etcd. The relay listens on `host` and `port`
+    `upstream` is the URL of the server, `tcp://host:port`, or of a store in etcd. It listens on `host` and `port`
     (0: a free one; see `url` and `port`) and, with `unix`, on that path, too; with `host` None there alone. It is up
     once it listens; `statistics` says whether it is connected. Processes with `environ` in their environment use it for
     their sessions.

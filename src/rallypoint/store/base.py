@@ -56,10 +56,6 @@ class Backend(abc.ABC):
     hosts_objects: bool = False
     """Whether it executes `Act`: whether barriers, locks and the like live in what is behind this backend."""
 
-    keeps_leases: bool = False
-    """Whether members of objects that they host here show by a lease that they live, and watch that others do; both
-    must be there, and a lease must end soon after its owner. Elsewhere they move counters."""
-
     root: bytes = b""
     """What every key starts with on this backend, unseen by people."""
 

@@ -52,7 +52,6 @@ class SessionBackend(Backend):
         self._wire = Wire(route, timeout_s)
         self.name = self._wire.label
         self.hosts_objects = self._wire.hosts_objects
-        self.keeps_leases = not self.hosts_objects
         self._calls: dict[int, bool] = {}
         """The calls on shared objects that wait, and whether the server may know of each."""
 
