@@ -20,7 +20,7 @@ from rallypoint.core.session import Session
 from rallypoint.core.state import OtherVersion
 from rallypoint.errors import StoreError
 from rallypoint.protocol.c10d import Opcode, encode
-from rallypoint.server import server as server_module
+from rallypoint.server import retries
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
@@ -30,7 +30,7 @@ LONG_S = 1000.0
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Try again at once."""
-    monkeypatch.setattr(server_module, "RETRY_S", 0.0)
+    monkeypatch.setattr(retries, "RETRY_S", 0.0)
 
 
 def value(server: StoreServer, key: bytes) -> bytes | None:
@@ -217,10 +217,10 @@ async def test_who_comes_back_is_hung_up_on_and_keeps_its_session(server: StoreS
         again = Ours(server)
         with pytest.raises(AssertionError, match="hung up on"):
             await again.greets(peer.session)
-        assert len(server._retries) <= 2, "one that comes again and again leaves no more behind than once"
+        assert len(server.retries) <= 2, "one that comes again and again leaves no more behind than once"
     log.error = None
     again = await ours(server, peer.session)
-    await until(lambda: not server._retries)
+    await until(lambda: not server.retries)
     await settle()
     assert session_of(server, again).attached and value(server, b"/leased") == b"v"
     assert await again.asked(ops.Ping(2)) is None
@@ -276,7 +276,7 @@ async def test_confirmations_are_kept_until_there_is_room_the_last_for_all(serve
         peer.asks(ops.Confirm(0, number, [], 0), ops.QueueLen(20 + number, b"/q"))
         assert (await peer.reads())[2] == 0, "reads do not wait for them"
         await settle()
-        assert len(server._retries) <= 1
+        assert len(server.retries) <= 1
     assert session_of(server, peer).taken
     log.error = None
     await until(lambda: not session_of(server, peer).taken)

@@ -131,6 +131,10 @@ class CommitQueue:
         if not self._scheduled:
             self._schedule()
 
+    def confirm(self, do: Callable[[], None]) -> None:
+        """Do something that only reads, behind all that was submitted, once it is known that this server leads."""
+        self.submit(None, _Confirmed, do)
+
     def wait_for_room(self, resume: Callable[[], None]) -> None:
         """Have `resume` called once the queue is not crowded any more; the first who waits is the first to go on."""
         self._turned_away.append(resume)
@@ -276,3 +280,15 @@ def _first_bytes(items: list[Item]) -> list[Item]:
         if before and size > MAX_BYTES:
             return items[:count]
     return items
+
+
+class _Confirmed:
+    """Does what was submitted to be done once it is confirmed."""
+
+    @staticmethod
+    def committed(work: Callable[[], None], size: int) -> None:
+        work()
+
+    @staticmethod
+    def refuse(work: Callable[[], None], size: int, error: StoreError, last: bool) -> bool:
+        return True

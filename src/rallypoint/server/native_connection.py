@@ -11,7 +11,6 @@ wait as they came. Such a read may see what the client asked for behind it; it h
 from __future__ import annotations
 
 from collections import deque
-from itertools import islice
 from typing import TYPE_CHECKING, Any, cast
 
 from rallypoint.core import entries, ops
@@ -19,8 +18,9 @@ from rallypoint.core.arrivals import GATHERS
 from rallypoint.core.records import LATER, Push
 from rallypoint.core.session import Session
 from rallypoint.core.state import Namespace
-from rallypoint.errors import LimitExceeded, StoreError
+from rallypoint.errors import StoreError
 from rallypoint.protocol import BadMessage
+from rallypoint.protocol.misunderstood import misunderstood
 from rallypoint.protocol.native import (
     ACT,
     GARBLED,
@@ -29,15 +29,13 @@ from rallypoint.protocol.native import (
     decode_act,
     decode_request,
     encode_answer,
-    encode_items,
-    encode_list_head,
-    misunderstood,
     unpack_length,
 )
 from rallypoint.server.clock import FOLLOWED
 from rallypoint.server.commit import MAX_QUEUED_BYTES, QUEUED_BYTES, gives_back
 from rallypoint.server.greeting import Greeting, give_back
-from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices, look_in_slices
+from rallypoint.server.resumption import check_repeated, encode_pushes, is_read
+from rallypoint.server.sliced import LARGE_BYTES, SLICE_ITEMS, look_in_slices, send_list
 
 if TYPE_CHECKING:
     from rallypoint.server.commit import CommitQueue
@@ -51,9 +49,6 @@ REPLIES_BYTES = 256 * 1024
 
 MAX_LISTS = 4
 """How many long lists one connection may have under way before its next requests wait."""
-
-LARGE_BYTES = 256 * 1024
-"""From what size on keys are looked up in slices: to decode them took long enough."""
 
 _LATE = b"late"
 """What `_run` returns for an answer that is not encoded yet."""
@@ -143,12 +138,9 @@ class NativeConnection:
         if answer.__class__ is list and len(answer) > SLICE_ITEMS:
             self._send_list(number, answer)
             return
-        if answer.__class__ is not Push:
+        if answer.__class__ is not Push or not self._resending:  # else its turn comes
             self._connection.send(encode_answer(number, answer))
-            return
-        if not self._resending:  # else its turn comes
-            self._connection.send(encode_answer(number, answer))
-        if self.session is not None and self.session.over:
+        if answer.__class__ is Push and self.session is not None and self.session.over:
             self._connection.drop(self.session.overdue)
 
     def notify(self, notice: bytes) -> None:
@@ -180,12 +172,12 @@ class NativeConnection:
         if session.late and session.overdue and kind is not ops.Confirm:
             raise BadMessage(session.overdue)
         if op.number <= session.highest:
-            self._check_repeated(session, op)
+            check_repeated(session, op, self._server.refusals)
         if isinstance(op, ops.Beat):
             self._server.clock.beat(session)
             return b""
         log = self._server.log
-        if log is None or not (self._pending or (kind.changes and not self._is_read(session, op))):
+        if log is None or not (self._pending or (kind.changes and not is_read(session, op, self._engine))):
             if len(payload) > LARGE_BYTES and isinstance(op, (ops.Wait, ops.Check)):
                 self._look(session, op, len(payload))
                 return b""
@@ -246,22 +238,6 @@ class NativeConnection:
         self._queued -= size
         self._go_on()
 
-    def _check_repeated(self, session: Session, op: ops.Op) -> None:
-        if isinstance(op, (ops.Confirm, ops.Beat)):
-            return
-        if op.number <= 0:
-            raise BadMessage(f"{op.__class__.__name__} has number {op.number}, and requests count from 1")
-        refusals = self._server.refusals.get(session.serial, ())
-        was_read = isinstance(op, ops.Await)  # it may have been; and to wait again does no harm
-        if op.changes and not (was_read or session.knows(op.number) or op.number in refusals):
-            raise BadMessage(f"request {op.number} came again after it was confirmed")
-
-    def _is_read(self, session: Session, op: ops.Op) -> bool:
-        """Return whether a wait needs no entry: its key is there, and the log knows nothing of it from before a cut."""
-        if not isinstance(op, ops.Await) or not self._engine.holds(op.key):
-            return False
-        return op.number > session.highest or not (session.knows(op.number) or op.number in session.turns)
-
     def _run(self, session: Session, op: ops.Op, late: bool = False) -> bytes | SharedReply:
         """Carry out a request; return the reply, or nothing where that comes later; `late`: do not encode it yet."""
         answer = session.execute(op)
@@ -298,19 +274,13 @@ class NativeConnection:
 
     def _send_list(self, number: int, items: list[Any]) -> None:
         """Send a long list; what comes next is held up only by several of them, for replies have numbers."""
-        limit = self._server.settings.max_connection_memory
 
-        def done(parts: list[bytes], size: int) -> None:
-            if size > limit:
-                error = LimitExceeded(what="answer", key="", size=size, limit=limit)
-                self._connection.send(encode_answer(number, error))
-            else:
-                self._connection.send_parts([encode_list_head(number, len(items), size), *parts])
+        def sent() -> None:
             self._count_lists(-1)
             self._go_on()
 
         self._count_lists(1)
-        encode_in_slices(items, encode_items, limit, done)
+        send_list(self._connection, number, items, self._server.settings.max_connection_memory, sent)
 
     def _count_lists(self, more: int) -> None:
         self._lists += more
@@ -389,24 +359,20 @@ class NativeConnection:
             return b""
         if not op.changes:
             return self._run(session, op)
-        if op.number not in session.kept:
-            return b""
-        answer, _ = session.kept[op.number]
-        return encode_answer(op.number, answer)
+        return encode_answer(op.number, session.kept[op.number][0]) if op.number in session.kept else b""
 
     def refuse(self, work: ops.Op, size: int, error: StoreError, last: bool) -> bool:
         """Refuse a request that could not be written to the log; it has changed nothing."""
         if not last and gives_back(work):
             return False
-        session = self.session
-        if work.__class__ is ops.Confirm:
-            if session is not None:
-                self._server.try_again(entries.Request(session.serial, cast(Any, work)))
-        else:
-            if session is not None:
-                self._server.note_refusal(session, work.number)
+        session, confirms = self.session, work.__class__ is ops.Confirm
+        if session is not None and confirms:
+            self._server.retries.add(entries.Request(session.serial, cast(Any, work)))
+        elif session is not None:
+            self._server.note_refusal(session, work.number)
+        if not confirms:
             self._connection.send(encode_answer(work.number, error))
-        self._pending -= work.__class__ is not ops.Confirm
+        self._pending -= not confirms
         self._queued -= size
         self._go_on()
         return True
@@ -436,13 +402,5 @@ class NativeConnection:
         """Return some of the pushes that the client has not seen; those that come meanwhile are behind them."""
         session = self.session
         pushes = session.pushes if session is not None and session.link is self else ()
-        parts: list[bytes] = []
-        size = 0
-        for push in islice(pushes, max(0, self._resent + 1 - pushes[0].push) if pushes else 0, None):
-            parts.append(bytes(encode_answer(0, push)))
-            size += len(parts[-1])
-            self._resent = push.push
-            if size > REPLIES_BYTES:
-                return b"".join(parts)
-        self._resending = False
-        return b"".join(parts)
+        data, self._resent, self._resending = encode_pushes(pushes, self._resent, REPLIES_BYTES)
+        return data

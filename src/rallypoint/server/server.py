@@ -3,9 +3,7 @@
 Without a data directory, requests run at once on the state: `log` is None, and that is the whole difference. With one,
 changes go through a `CommitQueue`, and run when they are durable. What the time brings is `clock.py`'s.
 
-Entries that nobody waits for (a client is gone, a grace is over) and that even the reserve of a full disk has no room
-for are tried again until there is some. They may then come in another order, and so each must stand on its own:
-the end of a connection is dropped when another connection carries the session by then.
+Entries that nobody waits for (a client is gone, a grace is over) and that find the disk full are `retries.py`'s.
 """
 
 from __future__ import annotations
@@ -16,13 +14,12 @@ import logging
 import secrets
 import socket
 import time
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from rallypoint.core import entries, ops
 from rallypoint.core.engine import Engine
-from rallypoint.core.entries import CloseNamespace, Detach, End, Entry, GoOn, OpenNamespace, Request, Start, TimeOut
+from rallypoint.core.entries import CloseNamespace, Detach, End, Entry, GoOn, OpenNamespace, Start, TimeOut
 from rallypoint.core.records import Turn
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import read, write
@@ -36,6 +33,7 @@ from rallypoint.server.connection import Connection
 from rallypoint.server.multiplexed import MultiplexedConnection
 from rallypoint.server.native_connection import NativeConnection
 from rallypoint.server.notices import Notices
+from rallypoint.server.retries import Retries
 from rallypoint.server.rounds import Rounds, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
 from rallypoint.storage.errors import Deposed, StoreGone
@@ -52,9 +50,6 @@ MAX_REFUSALS = 1024
 
 MAX_ENDED = 16_384
 """How many ids of sessions that ended are remembered."""
-
-RETRY_S = 0.5
-"""How long to wait, while the disk is full, before entries are tried again that nobody waits for."""
 
 SLICE_ENTRIES = 256
 """How many entries of its own the server submits, or replays when it starts, in one turn of the event loop."""
@@ -75,6 +70,7 @@ class StoreServer(ServerBase):
         self.recovery_s = 0.0
         self.rounds = Rounds(self)
         self.notices = Notices(self)
+        self.retries = Retries(self)
         self.failed: BaseException | None = None
         """Why the storage cannot be trusted any more, if so."""
 
@@ -91,7 +87,6 @@ class StoreServer(ServerBase):
         self._starting: asyncio.Future[None] | None = None
         self._visitors = 0
         self._clearing: dict[int, None] = {}
-        self._retries: dict[Hashable, tuple[Entry, Callable[[Any], None] | None]] = {}
         self._frozen_keys = FREEZE_KEYS
 
     # Beginning and end
@@ -257,34 +252,8 @@ class StoreServer(ServerBase):
         if refuse is not None:
             refuse(error)
         else:
-            self.try_again(entry, done)
+            self.retries.add(entry, done)
         return True
-
-    def try_again(self, entry: Entry, done: Callable[[Any], None] | None = None) -> None:
-        """Submit an entry again, as soon as the disk may have room; of a session's confirmations only the last."""
-        if not self._retries:
-            asyncio.get_running_loop().call_later(RETRY_S, self._retry)
-        key: Hashable = object() if done is not None else entries.encode(entry)
-        if isinstance(entry, Request):
-            confirm: Any = entry.op
-            key = entry.session
-            before: Any = self._retries.get(key)
-            if before is not None and before[0].op.last > confirm.last:
-                return
-        self._retries[key] = (entry, done)
-
-    def _retry(self) -> None:
-        for key in list(islice(self._retries, SLICE_ENTRIES)):
-            entry, done = self._retries.pop(key)
-            serial = entry.owner if isinstance(entry, Detach) else entry.session if isinstance(entry, End) else 0
-            session = self.state.sessions.get(serial)
-            if session is None:
-                self.submit(entry, done)
-            elif session.link is None:  # else its client is back
-                self.detach(session)
-        if self._retries:
-            delay_s = RETRY_S if self.log is not None and self.log.disk_full else 0.0
-            asyncio.get_running_loop().call_later(delay_s, self._retry)
 
     def _apply(self, entry: Entry, done: Callable[[Any], None] | None) -> None:
         may_end = [(session, [*session.waiting, *session.suspended]) for session in self._may_end(entry)]
@@ -334,7 +303,7 @@ class StoreServer(ServerBase):
         if self.log is None or not self.log.confirms:
             do()
         else:
-            self.log.submit(None, _Confirmed, do)
+            self.log.confirm(do)
 
     def detach(self, session: Session) -> None:
         """Note that a session has lost its connection: its grace begins."""
@@ -415,15 +384,3 @@ class StoreServer(ServerBase):
 
     def describe_sessions(self) -> Sequence[Any]:
         return list(self.state.sessions.values())
-
-
-class _Confirmed:
-    """Does what was submitted to be done once it is confirmed."""
-
-    @staticmethod
-    def committed(work: Callable[[], None], size: int) -> None:
-        work()
-
-    @staticmethod
-    def refuse(work: Callable[[], None], size: int, error: StoreError, last: bool) -> bool:
-        return True

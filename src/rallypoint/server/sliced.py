@@ -6,11 +6,19 @@ import asyncio
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.engine import Engine
+from rallypoint.errors import LimitExceeded
+from rallypoint.protocol.native import encode_answer, encode_items, encode_list_head
 
-__all__ = ["SLICE_ITEMS", "encode_in_slices", "look_in_slices"]
+if TYPE_CHECKING:
+    from rallypoint.server.connection import Carrier
+
+__all__ = ["LARGE_BYTES", "SLICE_ITEMS", "encode_in_slices", "look_in_slices", "send_list"]
+
+LARGE_BYTES = 256 * 1024
+"""From what size of a request on its keys are looked up in slices: to decode them took long enough."""
 
 SLICE_ITEMS = 4096
 """How many items of a list are encoded at a time: about a millisecond's worth of keys."""
@@ -27,6 +35,20 @@ def encode_in_slices(
 ) -> None:
     """Encode a list; then call `done` with the parts and their size. It ends early once they are over the limit."""
     asyncio.get_running_loop().call_soon(_encode, items, 0, encode, limit, [], 0, done)
+
+
+def send_list(connection: Carrier, number: int, items: Sequence[Any], limit: int, sent: Callable[[], None]) -> None:
+    """Send a long list as the native answer of a request, or why it is too long; then call `sent`."""
+
+    def done(parts: list[bytes], size: int) -> None:
+        if size > limit:
+            error = LimitExceeded(what="answer", key="", size=size, limit=limit)
+            connection.send(encode_answer(number, error))
+        else:
+            connection.send_parts([encode_list_head(number, len(items), size), *parts])
+        sent()
+
+    encode_in_slices(items, encode_items, limit, done)
 
 
 def look_in_slices(engine: Engine, keys: Sequence[bytes], done: Callable[[bool], None]) -> None:
