@@ -36,8 +36,9 @@ from rallypoint.errors import (
     Unsupported,
 )
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.protocol.client import Client, Reply
 from rallypoint.protocol.native import ACCEPTED, PREFACE, STANDBY, read_standby
+from rallypoint.protocol.reported_errors import error_of
 from rallypoint.store import outage, peer_check
 from rallypoint.store.base import Change
 from rallypoint.store.outage import Outage, Patience, ServerDown

@@ -18,8 +18,9 @@ from rallypoint.core.records import LATER, InternalError, Push
 from rallypoint.core.snapshot import fold, read, write
 from rallypoint.core.state import State
 from rallypoint.errors import LimitExceeded, StoreFull
-from rallypoint.protocol.client import Reply, error_of
+from rallypoint.protocol.client import Reply
 from rallypoint.protocol.native import GARBLED, decode_request
+from rallypoint.protocol.reported_errors import error_of
 from rallypoint.server.server import StoreServer
 
 from .fakes import value_of

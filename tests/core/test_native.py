@@ -18,8 +18,9 @@ from rallypoint.core.records import Event, Status
 from rallypoint.errors import NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
 from rallypoint.protocol import BadMessage, native
 from rallypoint.protocol import client as client_module
-from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.protocol.client import Client, Reply
 from rallypoint.protocol.native import Frames, Hello, Welcome, frame
+from rallypoint.protocol.reported_errors import error_of
 from rallypoint.server.server import StoreServer
 
 from .fakes import Clock, FakeConnection, new_server, value_of, waiting

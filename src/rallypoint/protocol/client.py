@@ -15,24 +15,12 @@ import msgspec
 from msgspec import Struct
 
 from rallypoint.core.ops import Confirm, Draw, Drop, Op, Pop, Take, Watch
-from rallypoint.core.records import Event, InternalError, Status
-from rallypoint.errors import (
-    DiskFull,
-    EtcdRefused,
-    LimitExceeded,
-    NoQuorum,
-    NotAnInteger,
-    RallypointError,
-    ServerRestarted,
-    SessionLost,
-    StoreError,
-    StoreFull,
-    Unsupported,
-)
+from rallypoint.core.records import Event, Status
+from rallypoint.errors import ServerRestarted, SessionLost
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import GARBLED, VERSION, Frames, Hello, Notice, Welcome, frame, unpack_length
 
-__all__ = ["Client", "Reply", "Round", "error_of"]
+__all__ = ["Client", "Reply", "Round"]
 
 MAX_FRAME_BYTES = 1 << 30
 """The longest frame that a client takes from a server, which it trusts more than the server trusts it."""
@@ -61,23 +49,6 @@ _TAKE = frozenset({Draw, Pop, Take})
 """Requests that take an item of a queue."""
 
 _decode = msgspec.msgpack.Decoder(Reply).decode
-
-
-def error_of(reply: Reply, store: str) -> RallypointError:
-    """Make the error that a server answered with."""
-    try:
-        kind, fields = reply.result
-        if "key" in fields:
-            fields["key"] = fields["key"].removeprefix("/")
-        return _ERRORS[kind](**fields)
-    except (KeyError, TypeError, ValueError, AttributeError):
-        return StoreError(f"{store} refused: {reply.result}")
-
-
-_ERRORS: dict[str, type[RallypointError]] = {
-    kind.__name__: kind
-    for kind in (DiskFull, EtcdRefused, InternalError, LimitExceeded, NoQuorum, NotAnInteger, StoreFull, Unsupported)
-}
 
 
 class _Timed(NamedTuple):

@@ -15,7 +15,8 @@ from __future__ import annotations
 from rallypoint.core import ops
 from rallypoint.core.records import Drawn, Status
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.protocol.client import Client, Reply
+from rallypoint.protocol.reported_errors import error_of
 from rallypoint.relay.merging import WAITS, Merger
 from rallypoint.relay.requests import Request
 from rallypoint.relay.torch_client import TorchClient

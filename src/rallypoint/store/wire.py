@@ -52,7 +52,8 @@ from rallypoint.errors import (
     StoreClosed,
 )
 from rallypoint.protocol import BadMessage, native
-from rallypoint.protocol.client import Client, Reply, error_of
+from rallypoint.protocol.client import Client, Reply
+from rallypoint.protocol.reported_errors import error_of
 from rallypoint.store import keeper, lost_sessions, peer_check, reconnect
 from rallypoint.store.dial import Contact, Dialer, NotOurs, dial
 from rallypoint.store.ear import Ear, poll
