@@ -22,7 +22,16 @@ from tests.wire import AMPLE_S, read_line, until
 
 from .crew import Member
 
-__all__ = ["RELAY_PORT", "SERVER_PORT", "RelayedNodes", "become_worker", "relayed_nodes", "stop_asked", "tell_progress"]
+__all__ = [
+    "RELAY_PORT",
+    "SERVER_PORT",
+    "RelayedNodes",
+    "Work",
+    "become_worker",
+    "relayed_nodes",
+    "stop_asked",
+    "tell_progress",
+]
 
 SERVER_PORT, RELAY_PORT = 29400, 29500
 CUT_S = 1.0
@@ -30,12 +39,41 @@ STEPS = 3
 """How many steps show that the work goes on."""
 
 
-class RelayedNodes:
-    """The hosts and what runs on them; `progress` and `stop` are the files by which workers and test talk."""
+class Work:
+    """What workers do, as a test sees it: `progress` and `stop` are the files by which they talk."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+
+    def steps(self) -> int:
+        """Return how many steps the workers have made."""
+        with contextlib.suppress(FileNotFoundError, ValueError):
+            return int((self.place / "progress").read_text())
+        return 0
+
+    def work_on(self, members: Sequence[Member], steps: int = STEPS) -> None:
+        """Return when the workers have made a few more steps."""
+        enough = self.steps() + steps
+
+        def look() -> int:
+            for member in members:
+                if not _lives(member.pid):
+                    member.result()  # which raises what it ended with
+            return self.steps()
+
+        until(look, lambda made: made >= enough)
+
+    def stop(self) -> None:
+        """Ask the workers to come to an end."""
+        (self.place / "stop").write_text("")
+
+
+class RelayedNodes(Work):
+    """The hosts, and what runs on them."""
 
     def __init__(self, place: Path, nodes: Sequence[Host], server_host: Host, undo: contextlib.ExitStack) -> None:
+        super().__init__(place)
         self.nodes, self.server_host = nodes, server_host
-        self.place = place
         self.upstream = f"tcp://{server_host.address}:{SERVER_PORT}"
         self._undo = undo
         self._server = self._serve()
@@ -87,28 +125,6 @@ class RelayedNodes:
         """Return what a node's relay says of itself."""
         with node.inside(), urlopen(f"http://127.0.0.1:{RELAY_PORT}/statistics", timeout=AMPLE_S) as page:
             return json.load(page)
-
-    def steps(self) -> int:
-        """Return how many steps the workers have made."""
-        with contextlib.suppress(FileNotFoundError, ValueError):
-            return int((self.place / "progress").read_text())
-        return 0
-
-    def work_on(self, members: Sequence[Member], steps: int = STEPS) -> None:
-        """Return when the workers have made a few more steps."""
-        enough = self.steps() + steps
-
-        def look() -> int:
-            for member in members:
-                if not _lives(member.pid):
-                    member.result()  # which raises what it ended with
-            return self.steps()
-
-        until(look, lambda made: made >= enough)
-
-    def stop(self) -> None:
-        """Ask the workers to come to an end."""
-        (self.place / "stop").write_text("")
 
 
 @contextlib.contextmanager

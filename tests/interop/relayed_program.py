@@ -1,8 +1,8 @@
 """What a worker does while it trains through relays: it uses the store in every step, and checks all of it in the end.
 
-    python -m tests.interop.relayed_program PLACE      # as a worker of torchrun
+    python -m tests.interop.relayed_program PLACE      # as a worker of torchrun, or of `rallypoint run`
 
-`test_relays.py` runs it in processes that find their relay by themselves; under torchrun, the launcher says where the
+`test_relays.py` runs it in processes that find their relay by themselves; under a launcher, that says where the
 store is. PLACE is the directory by which the test and the workers talk (`relayed_nodes.py`).
 """
 
@@ -26,25 +26,26 @@ GROUP_EVERY = 2
 """In which steps a new group is opened."""
 
 
-def use_stores(torchs: Any, ours: rallypoint.Store, step: int, rank: int) -> None:
+def use_stores(torchs: Any, ours: rallypoint.Store, step: int, rank: int, world: int = WORLD) -> None:
     """Count, hand over keys, and meet, with both clients; nothing may be lost, and nothing done twice."""
+    other = (rank + 1) % world
     for store, name in ((torchs, "torch"), (ours, "ours")):
         store.set(f"{name}/{step}/{rank}", f"{rank} was here")
-        assert store.get(f"{name}/{step}/{1 - rank}") == f"{1 - rank} was here".encode()
+        assert store.get(f"{name}/{step}/{other}") == f"{other} was here".encode()
         store.add(f"{name}/count", 1)
         store.append(f"{name}/log", f"{step}.{rank};")
-        store.barrier(f"{name}/{step}", WORLD)
-        assert store.add(f"{name}/count", 0) >= step * WORLD
+        store.barrier(f"{name}/{step}", world)
+        assert store.add(f"{name}/count", 0) >= step * world
     torchs.queue_push(f"queue/{rank}", str(step))
-    assert ours.queue_pop(f"queue/{1 - rank}") == str(step).encode()
-    torchs.barrier(f"end/{step}", WORLD)
+    assert ours.queue_pop(f"queue/{other}") == str(step).encode()
+    torchs.barrier(f"end/{step}", world)
 
 
-def check_stores(torchs: Any, ours: rallypoint.Store, steps: int) -> None:
+def check_stores(torchs: Any, ours: rallypoint.Store, steps: int, world: int = WORLD) -> None:
     """See that every step left exactly what it should have."""
     assert sorted(torchs.get("torch/log").split(b";")) == sorted(ours.get("ours/log").split(b";"))
-    assert len(set(torchs.get("torch/log").split(b";"))) == steps * WORLD + 1
-    assert ours.get("torch/count") == torchs.get("ours/count") == str(steps * WORLD).encode()
+    assert len(set(torchs.get("torch/log").split(b";"))) == steps * world + 1
+    assert ours.get("torch/count") == torchs.get("ours/count") == str(steps * world).encode()
 
 
 class Learner:
@@ -68,33 +69,33 @@ class Learner:
         self._optimizer.step()
 
 
-def train(place: str, rank: int, torchs: Any, ours: rallypoint.Store) -> tuple[int, bool]:
+def train(place: str, rank: int, torchs: Any, ours: rallypoint.Store, world: int = WORLD) -> tuple[int, bool]:
     """Train by DDP in the open group until told to stop; return the steps, and whether the weights are right."""
     import torch
     import torch.distributed as dist
     from torch.nn.parallel import DistributedDataParallel
 
-    learner = Learner(DistributedDataParallel, rank, WORLD)
+    learner = Learner(DistributedDataParallel, rank, world)
     step, stop = 0, torch.zeros(1)
     while not stop:
         step += 1
-        use_stores(torchs, ours, step, rank)
+        use_stores(torchs, ours, step, rank, world)
         learner.learn()
         if step % GROUP_EVERY == 0:
-            add_up_in_a_new_group(rank)
+            add_up_in_a_new_group(rank, world)
         stop = torch.tensor([float(rank == 0 and stop_asked(place))])
         dist.all_reduce(stop)
         if rank == 0:
             tell_progress(place, step)
-    check_stores(torchs, ours, step)
+    check_stores(torchs, ours, step, world)
     alone = Learner(lambda layer: layer, 0, 1)
     for _ in range(step):
         alone.learn()
-    torchs.barrier("over", WORLD)
+    torchs.barrier("over", world)
     return step, torch.allclose(learner.layer.weight, alone.layer.weight, atol=1e-5)
 
 
-def add_up_in_a_new_group(rank: int) -> None:
+def add_up_in_a_new_group(rank: int, world: int) -> None:
     """Open a group, whose ranks find each other in the store, and see that it works."""
     import torch
     import torch.distributed as dist
@@ -102,20 +103,21 @@ def add_up_in_a_new_group(rank: int) -> None:
     group = dist.new_group(timeout=AMPLE)
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total, group=group)
-    assert total == WORLD * (WORLD + 1) / 2
+    assert total == world * (world + 1) / 2
     dist.destroy_process_group(group)
 
 
 def main(place: str) -> None:
-    """Be a worker of torchrun: say who begins, and how it ended."""
+    """Be a worker of a launcher: say who begins, and how it ended."""
     import torch.distributed as dist
 
+    world = int(os.environ["WORLD_SIZE"])
     rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     dist.init_process_group("gloo", timeout=AMPLE)
     torchs = dist.TCPStore(host, port, is_master=False, timeout=AMPLE)
     ours = rallypoint.connect(f"tcp://{host}:{port}", timeout=AMPLE)
     os.write(1, f"begins {rank} {os.getpid()}\n".encode())
-    os.write(1, f"ends {rank} {os.getpid()} {train(place, rank, torchs, ours)}\n".encode())
+    os.write(1, f"ends {rank} {os.getpid()} {train(place, rank, torchs, ours, world)}\n".encode())
     os._exit(0)  # gloo's threads sometimes abort a Python that is going down, and that is not what is tested
 
 
