@@ -20,6 +20,7 @@ from rallypoint.protocol import channels
 from rallypoint.protocol.channels import CREDIT, DATA, MAX_CHUNK, SHARED, WINDOW, data_frames, data_head
 from rallypoint.protocol.native import frame
 from rallypoint.server import multiplexed
+from rallypoint.server.channel import ENDS
 from rallypoint.server.native_connection import REPLIES_BYTES
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
@@ -446,7 +447,7 @@ def test_there_are_only_so_many_channels(monkeypatch: pytest.MonkeyPatch) -> Non
 @both
 async def test_the_end_of_a_connection_ends_all_channels(server: StoreServer, log: FakeLog | None) -> None:
     one = await relay(server)
-    clients = [await one.greeted() for _ in range(multiplexed.ENDS + 10)]
+    clients = [await one.greeted() for _ in range(ENDS + 10)]
     assert all(session.attached for session in server.state.sessions.values())
     one.hangs_up()
     while any(session.attached for session in server.state.sessions.values()):

@@ -34,6 +34,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rallypoint.protocol import BadMessage, c10d
+from rallypoint.protocol.native import STANDBY, read_standby
 
 __all__ = [
     "ACCEPTED",
@@ -55,11 +56,12 @@ __all__ = [
     "data_frames",
     "data_head",
     "gathered_frames",
+    "greeting_size",
+    "reply_frames",
     "shared_frames",
     "split_credits",
     "split_gathered",
     "split_shared",
-    "unpack_head",
 ]
 
 PREFACE = c10d.hello(0x594C4153)
@@ -86,8 +88,15 @@ _HEAD = struct.Struct("<II")
 _SHARER = struct.Struct("<IB")
 _SIZE = (1 << 24) - 1
 
-unpack_head = _HEAD.unpack_from
-"""Read the channel and the word of a frame; a word of at most `MAX_CHUNK` is the size of a DATA."""
+
+def greeting_size(data: bytes) -> int:
+    """Return how long the server's answer to the preface is, of which this came; 0 while it is not whole.
+
+    That of a server that stands by is all that it sends. Raises BadMessage where that makes no sense.
+    """
+    if data.startswith(STANDBY):
+        return len(data) if read_standby(data) is not None else 0
+    return len(ACCEPTED) if len(data) >= len(ACCEPTED) else 0
 
 
 class Frame(NamedTuple):
@@ -161,6 +170,14 @@ def shared_frames(heads: Sequence[tuple[int, bytes]], data: bytes) -> list[bytes
     return parts
 
 
+def reply_frames(heads: Sequence[tuple[int, bytes]], body: bytes) -> Sequence[bytes]:
+    """Return frames that bring each channel a reply: its head, and the same body; to a single one as plain data."""
+    number, head = heads[0]
+    if len(heads) == 1 and len(head) + len(body) <= MAX_CHUNK:
+        return data_head(number, len(head) + len(body)), head, body
+    return shared_frames(heads, body)
+
+
 def split_shared(count: int, body: bytes) -> list[tuple[int, bytes]]:
     """Return what each channel gets by a SHARED frame; raise BadMessage where it is malformed."""
     heads, at = [], 0
@@ -229,6 +246,18 @@ class ChannelFrames:
     def held(self) -> int:
         """How many bytes of an unfinished frame are held."""
         return len(self._buffer)
+
+    def sole(self, data: bytes) -> int:
+        """Return the channel that all of this is for, if it is one whole frame of data, as it often is; else 0.
+
+        After 0, `feed` has to take it.
+        """
+        size = len(data)
+        if size <= 8 or self._buffer:
+            return 0
+        number: int
+        number, word = _HEAD.unpack_from(data)
+        return number if word == size - 8 and word <= MAX_CHUNK else 0
 
     def feed(self, data: bytes) -> Iterator[Frame]:
         """Take what came, and yield each frame that is whole. Raises BadMessage, and is invalid after that."""

@@ -27,7 +27,6 @@ from rallypoint.protocol.channels import (
     CREDITS,
     DATA,
     GATHERED,
-    MAX_CHUNK,
     PREFACE,
     SHARED,
     ChannelFrames,
@@ -35,31 +34,20 @@ from rallypoint.protocol.channels import (
     close_frame,
     credit_frames,
     gathered_frames,
+    greeting_size,
     split_gathered,
     split_shared,
-    unpack_head,
 )
-from rallypoint.protocol.native import STANDBY, read_standby
 from rallypoint.relay.channel import Channel, ChannelOwner
+from rallypoint.relay.traffic import Traffic
 
-__all__ = ["ChannelConnection", "Traffic"]
+__all__ = ["ChannelConnection"]
 
 FLUSH_BYTES = 512 * 1024
 """How much is written in one turn; then the transport, and others in this process, have theirs."""
 
 LINGERING_BYTES = 64 * 1024 * 1024
 """How many bytes may wait for credit in channels that their owners have closed; what would be more is thrown away."""
-
-
-class Traffic:
-    """What went over a relay's connections so far."""
-
-    __slots__ = ("bytes_received", "bytes_sent", "channels_opened", "frames_received", "frames_sent")
-
-    def __init__(self) -> None:
-        self.frames_sent = self.frames_received = 0
-        self.bytes_sent = self.bytes_received = 0
-        self.channels_opened = 0
 
 
 class ChannelConnection(asyncio.Protocol):
@@ -162,20 +150,12 @@ class ChannelConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if not self.greeting.done():
-            self._early += data
-            size = len(ACCEPTED)
-            if self._early.startswith(STANDBY):
-                self._stands_by()
+            data = self._greet(data)
+            if not data:
                 return
-            if len(self._early) < size:
-                return
-            self.greeting.set_result(self._early[:size])
-            if self._early[:size] != ACCEPTED:
-                return
-            data = self._early[size:]
         self._traffic.bytes_received += len(data)
         try:
-            channel = self._sole(data)
+            channel = self.channels.get(self._frames.sole(data))
             if channel is not None:
                 self._traffic.frames_received += 1
                 channel.feed(data[8:])
@@ -188,23 +168,18 @@ class ChannelConnection(asyncio.Protocol):
         except BadMessage as error:
             self.abort(f"it broke the protocol: {error}")
 
-    def _stands_by(self) -> None:
-        """Let the greeting be the whole answer of a server that stands by."""
+    def _greet(self, data: bytes) -> bytes:
+        """Take bytes of the answer to the preface; return what is behind it, where the server accepted."""
+        self._early += data
         try:
-            whole = read_standby(self._early) is not None
+            size = greeting_size(self._early)
         except BadMessage as error:
             self.abort(str(error))
-        else:
-            if whole:
-                self.greeting.set_result(self._early)
-
-    def _sole(self, data: bytes) -> Channel | None:
-        """Return the channel that all of this is for, if it is one whole frame of data, as it often is."""
-        size = len(data)
-        if size <= 8 or self._frames.held:
-            return None
-        number, word = unpack_head(data)
-        return self.channels.get(number) if word == size - 8 and word <= MAX_CHUNK else None
+            return b""
+        if not size:
+            return b""
+        self.greeting.set_result(self._early[:size])
+        return self._early[size:] if self._early[:size] == ACCEPTED else b""
 
     # What channels call
 
@@ -239,12 +214,9 @@ class ChannelConnection(asyncio.Protocol):
         self.abort(f"nothing was received for {silent_s:.1f} s; its host is gone, or the network between")
 
     def _dispatch(self, frame: Frame) -> None:
-        if frame.kind == SHARED:
-            for number, data in split_shared(frame.channel, frame.body):
-                self._dispatch(Frame(number, DATA, len(data), data))
-            return
-        if frame.kind == GATHERED:
-            for number, data in split_gathered(frame.channel, frame.body):
+        if frame.kind == SHARED or frame.kind == GATHERED:
+            split = split_shared if frame.kind == SHARED else split_gathered
+            for number, data in split(frame.channel, frame.body):
                 self._dispatch(Frame(number, DATA, len(data), data))
             return
         if frame.kind == CREDITS:

@@ -17,7 +17,8 @@ from typing import TYPE_CHECKING
 
 from rallypoint import net
 from rallypoint.protocol.channels import PREFACE
-from rallypoint.relay.channel_connection import ChannelConnection, Traffic
+from rallypoint.relay.channel_connection import ChannelConnection
+from rallypoint.relay.traffic import Traffic
 from rallypoint.store.route import Route
 
 if TYPE_CHECKING:

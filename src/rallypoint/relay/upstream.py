@@ -26,8 +26,9 @@ from rallypoint.protocol import BadMessage
 from rallypoint.protocol.channels import ACCEPTED, PREFACE
 from rallypoint.protocol.native import STANDBY, read_standby
 from rallypoint.relay.channel import Channel, ChannelOwner
-from rallypoint.relay.channel_connection import ChannelConnection, Traffic
+from rallypoint.relay.channel_connection import ChannelConnection
 from rallypoint.relay.hang_watch import until_lost
+from rallypoint.relay.traffic import Traffic
 from rallypoint.store.route import Cuts, Look, Route
 from rallypoint.store.search import Search, StandsBy
 

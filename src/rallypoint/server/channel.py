@@ -25,10 +25,13 @@ if TYPE_CHECKING:
     from rallypoint.server.multiplexed import MultiplexedConnection
     from rallypoint.server.server import StoreServer
 
-__all__ = ["Channel"]
+__all__ = ["Channel", "end_channels"]
 
 GRANT_BYTES = WINDOW // 2
 """How much of a window must have been taken before the peer gets credit for it."""
+
+ENDS = 256
+"""How many channels of a connection that is gone are seen to in one turn of the event loop."""
 
 
 class Channel:
@@ -272,3 +275,11 @@ class Channel:
         if held != self._counted:
             grown, self._counted = held - self._counted, held
             self._parent.count(grown)
+
+
+def end_channels(channels: list[Channel]) -> None:
+    """End channels, some at a time: to give their sessions back takes its time."""
+    for channel in channels[:ENDS]:
+        channel.end()
+    if len(channels) > ENDS:
+        asyncio.get_running_loop().call_soon(end_channels, channels[ENDS:])

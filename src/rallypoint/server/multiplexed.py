@@ -25,21 +25,19 @@ from rallypoint.protocol.channels import (
     CREDITS,
     DATA,
     GATHERED,
-    MAX_CHUNK,
     SHARED,
     ChannelFrames,
     Frame,
     close_frame,
-    data_head,
     gathered_frames,
-    shared_frames,
+    reply_frames,
     split_credits,
     split_gathered,
-    unpack_head,
 )
 from rallypoint.protocol.native import SharedReply
 from rallypoint.server.arrivals import Arrivals, add, carry_out
-from rallypoint.server.channel import Channel
+from rallypoint.server.channel import Channel, end_channels
+from rallypoint.server.newcomers import Newcomers
 
 if TYPE_CHECKING:
     from rallypoint.server.connection import Connection
@@ -56,9 +54,6 @@ WRITE_BYTES = 256 * 1024
 
 RUNS = 64
 """How many channels that were blocked go on in one turn of the event loop."""
-
-ENDS = 256
-"""How many channels of a connection that is gone are seen to in one turn of the event loop."""
 
 SHOWN = 100
 """How many keys that the channels wait for the statistics name."""
@@ -84,8 +79,7 @@ class MultiplexedConnection:
         self._running: deque[Channel] = deque()
         self._busy = False  # whether `_collect` is about to be called
         self._scheduled = False
-        self._newcomers: dict[Channel, float] = {}
-        self._timer: asyncio.TimerHandle | None = None
+        self._newcomers = Newcomers(server.settings.greeting_s)
         self.greeted = True
         """Whether the peer has done what this protocol begins with: the preface is all."""
 
@@ -121,7 +115,7 @@ class MultiplexedConnection:
         """Carry out the requests in what came; return what is to be sent. Raises BadMessage, and is invalid after."""
         self._busy = True
         try:
-            channel = self._sole(data)
+            channel = self._channels.get(self._frames.sole(data))
             if channel is not None:
                 channel.receive(data[8:])
             else:
@@ -133,22 +127,11 @@ class MultiplexedConnection:
             self._busy = False
         return self._collect()
 
-    def _sole(self, data: bytes) -> Channel | None:
-        """Return the channel that all of this is for, if it is one whole frame of data, as it often is."""
-        size = len(data)
-        if size <= 8 or self._frames.held:
-            return None
-        number, word = unpack_head(data)
-        return self._channels.get(number) if word == size - 8 and word <= MAX_CHUNK else None
-
     def end(self) -> None:
         """Note that the connection is gone, and with it all channels."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
         self._newcomers.clear()
         gone, self._channels = list(self._channels.values()), {}
-        _end_some(gone)
+        end_channels(gone)
 
     # What channels call
 
@@ -273,30 +256,14 @@ class MultiplexedConnection:
             self.put(close_frame(number, f"too many channels: {MAX_CHANNELS} is the limit of one connection"))
             return None
         channel = self._channels[number] = Channel(self._server, self, number)
-        loop = asyncio.get_running_loop()
-        self._newcomers[channel] = loop.time()
-        if self._timer is None:
-            self._timer = loop.call_later(self._server.settings.greeting_s, self._close_silent)
+        self._newcomers.add(channel)
         return channel
 
     def _forget(self, number: int) -> Channel | None:
         channel = self._channels.pop(number, None)
         if channel is not None:
-            self._newcomers.pop(channel, None)
+            self._newcomers.remove(channel)
         return channel
-
-    def _close_silent(self) -> None:
-        """Close the channels that have not said who calls in time."""
-        self._timer = None
-        loop, allowed_s = asyncio.get_running_loop(), self._server.settings.greeting_s
-        for channel, since in list(self._newcomers.items()):
-            left_s = since + allowed_s - loop.time()
-            if left_s > 0:
-                self._timer = loop.call_later(left_s, self._close_silent)
-                break
-            self._newcomers.pop(channel, None)
-            if not channel.handler.greeted:
-                channel.drop(f"did not say who calls within {allowed_s:g} s")
 
     # Turns
 
@@ -337,7 +304,10 @@ class MultiplexedConnection:
             self._out += gathered_frames(self._pieces)
             self._pieces.clear()
         if self._shared:
-            self._share()
+            for body, heads in self._shared:
+                self._out += reply_frames(heads, body)
+            self._shared.clear()
+            self._sharing.clear()
         if self._sending:
             self._busy = True
             while self._sending and self.has_room:
@@ -354,22 +324,3 @@ class MultiplexedConnection:
         if self._sending or self._running:
             self._schedule()
         return data
-
-    def _share(self) -> None:
-        """Make frames of the replies that several channels may have in common."""
-        for body, heads in self._shared:
-            if len(heads) == 1 and len(heads[0][1]) + len(body) <= MAX_CHUNK:
-                number, head = heads[0]
-                self._out += (data_head(number, len(head) + len(body)), head, body)
-            else:
-                self._out += shared_frames(heads, body)
-        self._shared.clear()
-        self._sharing.clear()
-
-
-def _end_some(channels: list[Channel]) -> None:
-    """End channels, some at a time: to give their sessions back takes its time."""
-    for channel in channels[:ENDS]:
-        channel.end()
-    if len(channels) > ENDS:
-        asyncio.get_running_loop().call_soon(_end_some, channels[ENDS:])
