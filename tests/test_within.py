@@ -37,8 +37,11 @@ def test_results_and_errors_are_passed_on() -> None:
     async def fails() -> None:
         raise KeyError("why")
 
+    async def works() -> str:
+        return "result"
+
     async def body() -> None:
-        assert await within(60.0, asyncio.sleep(0, "result")) == "result"
+        assert await within(60.0, works()) == "result"
         with pytest.raises(KeyError, match="why"):
             await within(60.0, fails())
 

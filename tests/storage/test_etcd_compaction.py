@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from collections.abc import AsyncIterator, Iterable
 
 import pytest
 from tests.core.logged_state import Server
-from tests.storage.etcd_logs import Book, commit, confirm, run
+from tests.storage.etcd_logs import Book, commit, run
 from tests.wire import AMPLE_S
 
 from rallypoint.core import entries, ops
@@ -20,6 +21,7 @@ from rallypoint.core.state import State
 from rallypoint.deadline import Deadline
 from rallypoint.etcd import messages
 from rallypoint.etcd.member import ask
+from rallypoint.etcd.messages import Method
 from rallypoint.etcd.watch import watch
 from rallypoint.server.follower import Follower
 from rallypoint.storage import etcd_batch, etcd_compaction
@@ -30,6 +32,8 @@ from rallypoint.storage.etcd_layout import SnapshotHead
 from rallypoint.storage.etcd_reader import Reader
 
 pytestmark = pytest.mark.needs("etcd")
+
+PAUSE = threading.Event()
 
 
 @pytest.fixture(autouse=True)
@@ -83,7 +87,7 @@ async def compact(storage: EtcdStorage) -> dict[str, float]:
     while not storage.compact_if_due():  # it is once the log is larger than the last snapshot
         await commit(storage)
     while all(storage.statistics()[name] == before[name] for name in names):
-        await confirm(storage)
+        await asyncio.to_thread(PAUSE.wait, 0.01)  # the child is a process
     return storage.statistics()
 
 
@@ -167,6 +171,22 @@ def test_the_head_of_an_earlier_snapshot_does_not_come_back(etcd_url: str) -> No
                 await writer.replace_head(None, first)
             await writer.replace_head(first, last)  # made again, and done before
             assert (await book.head()).snapshot == last
+            assert await state_by(book.reader) == work.state
+
+    run(body())
+
+
+def test_the_child_of_a_store_that_ended_deletes_nothing_of_the_next_one(etcd_url: str) -> None:
+    async def body() -> None:
+        async with Book(etcd_url) as book:
+            await book.lead()
+            lease = (await book.head()).lease
+            await book.client.call(Method.LEASE_REVOKE, messages.lease(lease), Deadline(AMPLE_S))
+            new, work = await book.lead(), Work()
+            await commit(new, *work.more())
+            late = SnapshotWriter(book.client, book.layout, Job(book.address, new.epoch, lease, 1, os.getppid()))
+            with pytest.raises(Deposed):
+                await late.delete_before(1, 0)
             assert await state_by(book.reader) == work.state
 
     run(body())
