@@ -22,7 +22,7 @@ from rallypoint.aio import AsyncStore
 from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
-from rallypoint.store import search, wire
+from rallypoint.store import async_session, search, wire
 
 DEADLINE_S = 60
 
@@ -293,7 +293,7 @@ def test_a_cancelled_watch_leaves_nothing_behind(server: rallypoint.Server) -> N
             task.cancel()
             await gathered([task])
             await until(lambda: server.statistics()["watches"] == 0, "the watch is gone")
-            assert store._session._watches == {}
+            assert store._session.watches == {}
 
     run(main())
 
@@ -545,7 +545,7 @@ STOPPED: dict[str, Callable[[AsyncStore], Awaitable[Any]]] = {
 def test_a_stopped_server_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(server: rallypoint.Server) -> None:
         async with opened(server.port) as (store,):
-            monkeypatch.setattr(store._session, "_patience_s", 0.2)
+            monkeypatch.setattr(store._session, "patience_s", 0.2)
             store.set_timeout(0.2)
             os.kill(server.pid, signal.SIGSTOP)
             try:
@@ -556,7 +556,7 @@ def test_a_stopped_server_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyP
                 assert isinstance(end, rallypoint.ConnectionLost), operation
                 assert (end.operation, end.peer) == (operation, f"127.0.0.1:{server.port}")
                 assert "no answer within 0." in str(end)
-            monkeypatch.setattr(store._session, "_patience_s", DEADLINE_S)
+            monkeypatch.setattr(store._session, "patience_s", DEADLINE_S)
             assert await store.add("n", 1) in (1, 2), "it goes on where the server does"
             await until_waiting(server, 0)
             await until(lambda: server.statistics()["watches"] == 0, "the watch is taken back")
@@ -569,8 +569,8 @@ def test_the_patience_is_that_of_the_blocking_client(server: rallypoint.Server) 
     async def main() -> None:
         for timeout, patience_s in ((0.5, 10.0), (60, 60.0)):
             async with await aio.connect(server.url, timeout=timeout) as store:
-                assert store._session._patience_s == patience_s
-        assert aio.LEAST_PATIENCE_S == wire.LEAST_PATIENCE_S
+                assert store._session.patience_s == patience_s
+        assert async_session.LEAST_PATIENCE_S == wire.LEAST_PATIENCE_S
 
     run(main())
 
@@ -692,7 +692,10 @@ def test_closing_ends_the_search_for_a_server_whatever_happens_to_it_at_that_mom
             attempts, tried, fail = 0, asyncio.Event(), asyncio.Event()
 
             async def greet(
-                session: aio._Session, endpoint: object, tried: asyncio.Event = tried, fail: asyncio.Event = fail
+                session: async_session.AsyncSession,
+                endpoint: object,
+                tried: asyncio.Event = tried,
+                fail: asyncio.Event = fail,
             ) -> None:
                 nonlocal attempts
                 attempts += 1
@@ -702,7 +705,7 @@ def test_closing_ends_the_search_for_a_server_whatever_happens_to_it_at_that_mom
 
             store = await aio.connect(server.url, timeout=DEADLINE_S)
             with monkeypatch.context() as patch:
-                patch.setattr(aio._Session, "_greet", greet)
+                patch.setattr(async_session.AsyncSession, "_greet", greet)
                 store._session._transport.abort()
                 await tried.wait()
                 fail.set()

@@ -107,7 +107,7 @@ def test_what_is_answered_at_once_ends_with_its_patience_and_is_not_done_later(
     async def main() -> None:
         async with opened(server) as (cutter, store, plain):
             with monkeypatch.context() as patch:
-                patch.setattr(store._session, "_patience_s", 0.5)
+                patch.setattr(store._session, "patience_s", 0.5)
                 await asyncio.to_thread(go_down, cutter, told)
                 with pytest.raises(rallypoint.ConnectionLost, match="whether it was carried out is not known"):
                     await store.add("n", 1)

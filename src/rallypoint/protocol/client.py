@@ -1,6 +1,7 @@
 """The client's end of our protocol: it numbers requests, reads what comes, and knows what to say again after a cut.
 
-Fed incrementally, bounded, without I/O: `store/wire.py` puts it on a socket for many threads, `aio.py` on asyncio.
+Fed incrementally, bounded, without I/O: `store/wire.py` puts it on a socket for many threads, and
+`store/async_session.py` on asyncio.
 
 What is not answered is kept as a record, not as the bytes that were sent: a request that waits is repeated with the
 time that is left to it, or its wait would begin again with every connection.
