@@ -16,9 +16,10 @@ import weakref
 from collections.abc import Mapping
 from typing import Protocol
 
-from rallypoint.store.dial import Contact, Dialer
+from rallypoint.errors import ConnectFailed, ConnectionLost, RallypointError, ServerRestarted, SessionLost
+from rallypoint.store.dial import Contact, Dialer, NotOurs
 
-__all__ = ["Reconnected", "start"]
+__all__ = ["Reconnected", "start", "why_over"]
 
 
 class Reconnected(Protocol):
@@ -41,6 +42,17 @@ class Reconnected(Protocol):
 
     def give_up(self, error: Exception) -> None:
         """End the session."""
+
+
+def why_over(error: Exception, peer: str, away_s: float) -> RallypointError:
+    """Return why a session is over that may be without a connection for so long, and met this error when it was."""
+    if isinstance(error, ConnectFailed):
+        return SessionLost(peer=peer, why=f"cut for {away_s:g} s; {error}")
+    if isinstance(error, NotOurs):
+        return ServerRestarted(peer=peer, why="a PyTorch server answers there now")
+    if isinstance(error, RallypointError):
+        return error
+    return ConnectionLost(peer=peer, operation="reconnecting", why=f"{type(error).__name__}: {error}")
 
 
 def start(lost: Reconnected, connection: object, reader: object) -> None:

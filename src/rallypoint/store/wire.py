@@ -42,15 +42,7 @@ from rallypoint import net
 from rallypoint.core import ops
 from rallypoint.core.records import Event, Status, TimedOut
 from rallypoint.deadline import Deadline
-from rallypoint.errors import (
-    ConnectFailed,
-    ConnectionLost,
-    NoQuorum,
-    RallypointError,
-    ServerRestarted,
-    SessionLost,
-    StoreClosed,
-)
+from rallypoint.errors import ConnectionLost, NoQuorum, RallypointError, SessionLost, StoreClosed
 from rallypoint.protocol import BadMessage, native
 from rallypoint.protocol.client import Client, Reply
 from rallypoint.protocol.reported_errors import error_of
@@ -742,16 +734,9 @@ class Wire:
 
     def give_up(self, error: Exception) -> None:
         """End the session, which cannot be brought back."""
-        if isinstance(error, ConnectFailed):
-            over: RallypointError = SessionLost(peer=self._peer, why=f"cut for {self._away_s:g} s; {error}")
-        elif isinstance(error, NotOurs):
+        if isinstance(error, NotOurs):
             error.socket.close()
-            over = ServerRestarted(peer=self._peer, why="a PyTorch server answers there now")
-        elif isinstance(error, RallypointError):
-            over = error
-        else:
-            over = ConnectionLost(peer=self._peer, operation="reconnecting", why=f"{type(error).__name__}: {error}")
-        self._end(over)
+        self._end(reconnect.why_over(error, self._peer, self._away_s))
         self._outage = self._reader = None
 
     def _end(self, reason: RallypointError) -> None:
