@@ -1,6 +1,6 @@
 """A store that has several addresses: the client is at the first that answers, and moves on when that one is lost.
 
-Two proxies in front of one server stand for two gateways of one store: what counts is that the session is there behind
+Two proxies in front of one server stand for two servers of one store: what counts is that the session is there behind
 both. At every byte of a request and of its answer, one of them dies, and the operation has to be finished through the
 other, exactly once.
 """
@@ -160,14 +160,14 @@ def test_one_that_says_nothing_is_passed_over(ways: list[Cutter], monkeypatch: p
         assert store.port == ways[0].port
 
 
-def test_one_that_is_no_gateway_is_passed_over(ways: list[Cutter]) -> None:
+def test_one_that_is_no_server_of_ours_is_passed_over(ways: list[Cutter]) -> None:
     with Impostor(PREFACE[-len(ACCEPTED) :]) as torchs, Impostor(b"HTTP") as web:
         with connect(torchs.port, web.port, ways[0].port) as store:
             assert store.port == ways[0].port
         assert torchs.calls == web.calls == 1
 
 
-def test_where_none_is_a_gateway_there_is_no_second_round() -> None:
+def test_where_none_is_a_server_of_ours_there_is_no_second_round() -> None:
     with Impostor(PREFACE[-len(ACCEPTED) :]) as torchs, Impostor(b"HTTP") as web:
         with pytest.raises(rallypoint.ConnectFailed) as caught:
             connect(torchs.port, web.port)
@@ -414,14 +414,14 @@ def test_a_server_of_another_store_is_refused() -> None:
         assert stranger.statistics()["keys"] == 0
 
 
-# What a gateway does not do
+# What a server may not do
 
 
-def test_a_gateway_says_that_it_hosts_no_objects() -> None:
+def test_a_server_may_say_that_it_hosts_no_objects() -> None:
     for said, hosted_by in (([], "server"), ([True], "server"), ([False], "members")):
         welcome = [VERSION, b"identity", b"session", 2.0, False, *said]
-        with Impostor(ACCEPTED, welcome, hangs_up=False) as gateway:
-            store = connect(gateway.port)
+        with Impostor(ACCEPTED, welcome, hangs_up=False) as server:
+            store = connect(server.port)
             assert store._backend.hosts_objects == (hosted_by == "server")
             assert host_of(store).hosted_by == hosted_by
             store.close()

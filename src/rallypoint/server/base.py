@@ -2,7 +2,7 @@
 
 It adds up the memory that connections hold, and sweeps once a second: connections that have not said who they are are
 dropped, and refusals are logged, one line a second, however many there are. Connections over the limit are refused.
-`StoreServer` (`server.py`) adds the state, `Gateway` the way to etcd.
+`StoreServer` (`server.py`) adds the state, `RelayServer` (`relay/server.py`) the way to another server.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class ServerBase:
 
     def __init__(self, settings: Settings, front: ServerBase | None = None) -> None:
         self.settings = settings
-        self._front = front or self  # of a gateway's round: the gateway itself
+        self._front = front or self  # of a relay's round: the relay itself
         self.crowd = 0
         """How many connections there are, those of rounds included, and how many round listeners."""
 

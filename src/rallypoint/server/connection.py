@@ -28,8 +28,8 @@ COUNTED_BYTES = 4096
 _SPEAKS = {
     "NoneType": "nothing yet",
     "MultiplexedConnection": "rallypoint channels",
-    **dict.fromkeys(("NativeConnection", "GatewayCaller", "NativeForward"), "rallypoint"),
-    **dict.fromkeys(("C10dConnection", "GatewayConversation", "TorchRelayConnection"), "torch"),
+    **dict.fromkeys(("NativeConnection", "NativeForward"), "rallypoint"),
+    **dict.fromkeys(("C10dConnection", "TorchRelayConnection"), "torch"),
 }
 
 
