@@ -23,7 +23,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
@@ -41,14 +41,13 @@ from torch.distributed.elastic.rendezvous import (
 
 from rallypoint import net
 from rallypoint.core.machine import Waiting
-from rallypoint.deadline import Deadline, Timeout
+from rallypoint.deadline import Deadline
 from rallypoint.elastic import store_provider
 from rallypoint.elastic.job import LOCAL, RANK0
 from rallypoint.elastic.meeting import why_lost
 from rallypoint.elastic.rendezvous import Rendezvous, Round
 from rallypoint.elastic.round_port import RoundOver
 from rallypoint.elastic.store_provider import StoreProvider, rank0_address
-from rallypoint.elastic.watch import Change
 from rallypoint.errors import (
     ConnectFailed,
     MembersMissing,
@@ -59,12 +58,11 @@ from rallypoint.errors import (
     StoreTimeout,
 )
 from rallypoint.server.settings import DEFAULT_PORT
-from rallypoint.store.base import Store
 from rallypoint.store.relay_address import VARIABLE as RELAY
 from rallypoint.store.url import parse_url, shown_url
 from rallypoint.text import printable
-from rallypoint.torch import TorchStore
 from rallypoint.torchrun_options import read_flag, read_options
+from rallypoint.torchrun_store import LAST_MEMBER, LOOK_S, RoundStore
 
 __all__ = ["RoundStore", "TorchrunHandler", "create_handler", "handler"]
 
@@ -72,18 +70,14 @@ log = logging.getLogger("rallypoint.torchrun")
 
 SUCCEEDED = "succeeded"
 
-LOOK_S = 0.5
-"""How often one who waits looks whether the round is over."""
-
 PORT_KEY = "rallypoint/port"
 """The key of a round by which rank 0's agent tells the port of the workers' store."""
 
 RANK0_ADDRESS = "RALLYPOINT_RANK0_ADDR"
 """The variable that tells workers where the node of rank 0 is reached."""
 
-EXIT_BARRIER = "torchelastic/agent/terminal_state"
-LAST_MEMBER = f"{EXIT_BARRIER}/last_member"
-"""What the keys of torchrun's exit barrier begin with, and the one that the last of a round's agents to come sets."""
+ENDPOINT = "PET_RDZV_ENDPOINT"
+"""The variable from which torchrun takes the endpoint, where that is not an argument."""
 
 AGAIN_S = 1.0
 """How long an agent pauses before it looks for a lost server again, where that failed at once."""
@@ -99,34 +93,6 @@ def create_handler(params: RendezvousParameters) -> TorchrunHandler:
     return TorchrunHandler(params)
 
 
-class RoundStore(TorchStore):
-    """The agents' store of a round, in which nobody waits for long once that is over."""
-
-    def __init__(self, store: Store, change: Change) -> None:
-        super().__init__(store)
-        self._change = change
-        self.done = False
-        """Whether this agent has come to the exit barrier: its workers have succeeded."""
-
-    def add(self, key: str, amount: int) -> int:
-        """Add to a counter."""
-        self.done = self.done or key.startswith(EXIT_BARRIER)
-        return super().add(key, amount)
-
-    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Return when all of the keys exist at once; give up when the round is over."""
-        deadline = Deadline(self._within(timeout))
-        while True:
-            over = self._change.is_set()
-            try:
-                return super().wait(keys, min(deadline.remaining(), LOOK_S))
-            except StoreTimeout as error:
-                if over:
-                    log.warning("no longer waiting for the other agents: %s", printable(self._change.reason))
-                if over or deadline.expired():
-                    raise error from None
-
-
 class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
     """The rendezvous of one torchrun agent."""
 
@@ -140,7 +106,7 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
         self._store: RoundStore | None = None
         self._params = params
         self._is_host = read_flag(options.get("is_host"))
-        self._etcd = params.endpoint.startswith("etcd://")
+        self._etcd = parse_url(params.endpoint).etcd() if params.endpoint.startswith("etcd://") else None
         self._relay = options.get("relay", LOCAL if self._etcd else RANK0)
         try:
             self._provider = self._open(self._read_s)
@@ -150,9 +116,10 @@ class TorchrunHandler(RendezvousHandler):  # type: ignore[misc, unused-ignore]
 
     def _open(self, within_s: float) -> StoreProvider:
         where, local = self._params.endpoint, self._relay == LOCAL
-        if self._etcd:
-            own = self._params.local_addr
-            found = store_provider.on_etcd(parse_url(where).etcd(), own, within_s, _say_in_vain, local)
+        if self._etcd is not None:
+            if ENDPOINT in os.environ:
+                os.environ[ENDPOINT] = self._etcd.public_url  # workers have this environment, and need no password
+            found = store_provider.on_etcd(self._etcd, self._params.local_addr, within_s, _say_in_vain, local)
         else:
             endpoint = net.parse_endpoint(where, DEFAULT_PORT)
             found = store_provider.at_endpoint(endpoint, self._is_host, within_s, _say_in_vain, local=local)

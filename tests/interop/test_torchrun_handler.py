@@ -14,11 +14,15 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from tests.etcd.access import USER, WORD, guarded
+from tests.etcd.cluster import Cluster
 from tests.wire import read_line, script, until
 
 import rallypoint
 
 from .crew import AMPLE_S
+
+__all__ = ["guarded"]
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -248,23 +252,35 @@ def test_agents_that_are_done_pass_the_exit_barrier_together(make: Make) -> None
     assert two.is_closed()
 
 
-@pytest.mark.needs("etcd")
-def test_an_agent_whose_gateway_has_died_comes_again_and_has_another(etcd_url: str, caplog: Any) -> None:
+# A store in etcd
+
+
+def agent_on_etcd(url: str) -> Any:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     from rallypoint.torchrun import handler
 
-    agent = handler()(RendezvousParameters("rallypoint", etcd_url, "run", 1, 1, "localhost", timeout=900))
+    return handler()(RendezvousParameters("rallypoint", url, "run", 1, 1, "localhost", timeout=900))
+
+
+@pytest.mark.needs("etcd")
+def test_an_agent_goes_on_when_its_server_dies_and_comes_again_when_its_relay_does(etcd_url: str, caplog: Any) -> None:
+    agent = agent_on_etcd(etcd_url)
     try:
-        before = agent.next_rendezvous().bootstrap_store_info
-        assert agent.num_nodes_waiting() == 0
-        gateway = agent._provider._gateway
-        os.kill(gateway.pid, signal.SIGKILL)
-        gateway.wait(AMPLE_S)
-        assert agent.num_nodes_waiting() == 1
-        assert f"its gateway (pid {gateway.pid}) has ended: killed by SIGKILL (9)" in caplog.text
+        info = agent.next_rendezvous()
+        server, relay = agent._provider._child, agent._provider._relay.relay
+        first = until(lambda: server.pid, bool)
+        os.kill(first, signal.SIGKILL)
+        info.store.set("k", "v")
+        assert until(lambda: server.pid, bool) != first and info.store.get("k") == b"v"
+        assert agent.num_nodes_waiting() == 0 and os.environ["RALLYPOINT_RELAY"].startswith(relay.url)
+        pid, before = relay.pid, info.bootstrap_store_info
+        os.kill(pid, signal.SIGKILL)
+        until(agent.num_nodes_waiting, bool)
+        assert f"its relay (pid {pid}) has died" in caplog.text
         after = agent.next_rendezvous().bootstrap_store_info
         assert agent.num_nodes_waiting() == 0 and before.master_port != after.master_port
+        assert before.master_addr == after.master_addr == "127.0.0.1"
         with rallypoint.TCPStore(after.master_addr, after.master_port, timeout=AMPLE_S) as store:
             assert store.add("n", 1) == 1
     finally:
@@ -272,15 +288,29 @@ def test_an_agent_whose_gateway_has_died_comes_again_and_has_another(etcd_url: s
 
 
 @pytest.mark.needs("etcd")
-def test_a_gateway_that_runs_is_the_endpoint(make: Make, etcd_url: str) -> None:
-    with rallypoint.Server(engine=etcd_url) as gateway:
-        one, two = make("2:2", gateway.port, is_host="0"), make("2:2", gateway.port)
+def test_a_server_of_a_store_in_etcd_is_the_endpoint(make: Make, etcd_url: str) -> None:
+    with rallypoint.Server(storage=etcd_url) as server:
+        one, two = make("2:2", server.port, is_host="0"), make("2:2", server.port)
         infos = together(one, two)
         assert sorted(info.rank for info in infos) == [0, 1]
         infos[0].store.set("k", "v")
         assert infos[1].store.get("k") == b"v"
-        assert infos[0].bootstrap_store_info.master_port == gateway.statistics()["doors"]["run"]["port"]
         assert two.shutdown() and until(one.num_nodes_waiting, bool) == 1 and one.shutdown()
+
+
+@pytest.mark.needs("etcd")
+def test_the_password_of_an_endpoint_is_not_the_workers(guarded: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    url = f"{guarded.url}/hers?user={USER}&password={WORD}"
+    monkeypatch.setenv("PET_RDZV_ENDPOINT", url)
+    agent = agent_on_etcd(url)
+    agent.next_rendezvous()
+    assert not [value for value in os.environ.values() if WORD in value]
+    agent.shutdown()
+    with pytest.raises(RendezvousConnectionError, match=f"user {USER}") as caught:
+        agent_on_etcd(url.replace(WORD, "mistaken"))
+    assert "mistaken" not in str(caught.value)
 
 
 # A run that has ended

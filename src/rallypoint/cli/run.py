@@ -13,8 +13,8 @@ import click
 from rallypoint import net
 from rallypoint.cli import COMMANDS
 from rallypoint.cli.prefixes import PrefixCommand
+from rallypoint.cli.run_conf import CONF, HOST, NOTES, note, read_conf, read_seconds
 from rallypoint.core.gang import Rules
-from rallypoint.core.gathering import MAX_LAST_CALL_S
 from rallypoint.core.machine import MAX_MEMBERS
 from rallypoint.elastic.job import (
     LOCAL,
@@ -38,21 +38,6 @@ from rallypoint.store.url import parse_url
 
 __all__ = ["command"]
 
-CONF = {"join_timeout": 600.0, "last_call_timeout": 5.0}
-"""The options of --rdzv-conf that are times, and what they are by default."""
-
-HOST = "is_host"
-"""The one that says whether this node starts the server, whatever the endpoint's address is."""
-
-NO_MATTER = {
-    "store_type": "there is one kind of server",
-    "read_timeout": "the server answers or is known to be gone",
-    "timeout": "the server answers or is known to be gone",
-    "close_timeout": "closing is one request",
-    "keep_alive_interval": "liveness is the connection",
-    "keep_alive_max_attempt": "liveness is the connection",
-    "heartbeat_timeout": "liveness is the connection",
-}
 NOTED = {
     "monitor_interval": "workers are watched all the time",
     "rdzv_backend": "there is one back end",
@@ -77,7 +62,6 @@ LINE_PREFIX = "TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE"
 STORE_VARIABLE = "RALLYPOINT_STORE"
 """The variable that has the URL of --store, where that holds a password; workers do not get it."""
 
-NOTES = f"{__name__}.notes"
 TORCH_PORT = 29500
 """Where torchrun's nodes meet if nobody says where."""
 
@@ -108,39 +92,9 @@ def _read(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parame
     return callback
 
 
-def _conf(text: str) -> dict[str, Any]:
-    """Read --rdzv-conf; quotes are part of a value, as for torchrun."""
-    if not text.strip():
-        return dict(CONF)
-    from rallypoint.compat.rendezvous.api import RendezvousParameters
-    from rallypoint.compat.rendezvous.endpoint import _parse_rendezvous_config
-
-    told: dict[str, Any] = dict(CONF)
-    for name, value in _parse_rendezvous_config(text).items():
-        if name in NO_MATTER:
-            _note(f"--rdzv-conf {name}", NO_MATTER[name])
-        elif name == HOST:
-            told[name] = RendezvousParameters("rallypoint", "", "none", 1, 1, is_host=value).get_as_bool(name)
-        elif name not in CONF:
-            raise ValueError(f"there is no {name!r}; there are {', '.join([*CONF, HOST, *NO_MATTER])}")
-        else:
-            told[name] = _seconds(name, value)
-    return told
-
-
-def _seconds(name: str, value: str) -> float:
-    try:
-        given = float(value)
-    except ValueError:
-        given = -1.0
-    if not 0 <= given <= MAX_LAST_CALL_S:
-        raise ValueError(f"{name}={value} is no time: write a number of seconds, up to {MAX_LAST_CALL_S:.0f}")
-    return given
-
-
 def _time(name: str, ours: bool = True, **facts: Any) -> Decorator:
     """Make an option that is a number of seconds."""
-    return _option(name, ours=ours, callback=_read(lambda value: _seconds(name, value)), **facts)
+    return _option(name, ours=ours, callback=_read(lambda value: read_seconds(name, value)), **facts)
 
 
 def _checked(reader: Callable[[str], Any]) -> Callable[[click.Context, click.Parameter, str | None], Any]:
@@ -167,11 +121,6 @@ def _url(text: str) -> str:
     return text
 
 
-def _note(what: str, why: str) -> None:
-    """Keep a note for the agent to say."""
-    click.get_current_context().meta.setdefault(NOTES, []).append(f"{what} does nothing here: {why}")
-
-
 def _noted(function: Any) -> Any:
     for name in NOTED:
         flag = name in ("run_path", "virtual_local_rank")
@@ -196,7 +145,7 @@ def _noted(function: Any) -> Any:
     help="host:port of the server; whoever has that address starts it.",
 )
 @_option("rdzv-id", default="", callback=_read(run_name), help="The name of the run, the same on all nodes.")
-@_option("rdzv-conf", default="", callback=_read(_conf), help="join_timeout=…, last_call_timeout=…, is_host=…")
+@_option("rdzv-conf", default="", callback=_read(read_conf), help="join_timeout=…, last_call_timeout=…, is_host=…")
 @_option("max-restarts", default=0, type=click.IntRange(0), help="As --restart-budget.")
 @_option("role", default="default", help="What the workers are called.")
 @_option("log-dir", callback=_read(directory), help="Where output and failure.json go.")
@@ -264,7 +213,7 @@ def command(script: str, arguments: tuple[str, ...], **told: Any) -> None:
     _take_variable(told)
     for name, why in NOTED.items():
         if told[name] is not None and told[name] is not False:
-            _note(f"--{name.replace('_', '-')}", why)
+            note(f"--{name.replace('_', '-')}", why)
     sys.exit(Agent(_job(script, arguments, told)).run())
 
 
@@ -319,7 +268,7 @@ def _job(script: str, arguments: tuple[str, ...], told: dict[str, Any]) -> Job:
     conf: dict[str, Any] = told["rdzv_conf"] or dict(CONF)
     store = _store(told)
     if HOST in conf and (store or not endpoint):
-        _note(f"--rdzv-conf {HOST}", "the server of --store runs already" if store else "the server is this node's own")
+        note(f"--rdzv-conf {HOST}", "the server of --store runs already" if store else "the server is this node's own")
     kind = "module" if told["module"] else "command" if told["no_python"] else "script"
     grace = next(value for value in (told["grace"], told["shutdown_timeout"], 30.0) if value is not None)
     return Job(

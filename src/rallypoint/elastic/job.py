@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import importlib.machinery
 import importlib.util
 import os
@@ -120,6 +121,21 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     def alone(self) -> bool:
         """Whether this is all on one node, which nobody else is to join."""
         return self.max_nodes == 1 and self.endpoint is None and self.store is None
+
+    def settings(self) -> dict[str, object]:
+        """Return what all nodes must have alike; a run that has no name is known only by what it runs."""
+        settings = {"restart": self.rules.restart, "restart_budget": self.rules.budget, "relay": self.relay}
+        if self.run_id != UNNAMED:
+            return settings
+        command, variables = self.command, sorted(self.environment.items())
+        path = os.path.abspath(command.what) if command.kind == "script" else command.what
+        return {
+            **settings,
+            "command": f"{command.kind} {path}",
+            "arguments": list(command.arguments),
+            "env_file": hashlib.sha256(repr(variables).encode()).hexdigest() if variables else "none",
+            "working_directory": os.getcwd(),
+        }
 
 
 def _unreadable(path: str) -> OSError | None:

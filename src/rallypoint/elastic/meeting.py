@@ -14,8 +14,6 @@ follows from that: its workers have to stop.
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import os
 import threading
 from collections.abc import Container, Iterator, Sequence
 
@@ -28,7 +26,7 @@ from rallypoint.elastic.bell import Bell
 from rallypoint.elastic.board import Board
 from rallypoint.elastic.events import Events
 from rallypoint.elastic.failure import Failure, server_failure
-from rallypoint.elastic.job import LOCAL, UNNAMED, Job
+from rallypoint.elastic.job import LOCAL, Job
 from rallypoint.elastic.rendezvous import Rendezvous, Round, Status
 from rallypoint.elastic.store_provider import StoreProvider, rank0_address
 from rallypoint.elastic.world import Told, World, gather
@@ -124,7 +122,7 @@ class Meeting:
             job.max_nodes,
             node=job.node,
             rank=job.node_rank,
-            settings=_settings(job),
+            settings=job.settings(),
             last_call=job.last_call_s,
             address=job.local_address,
             spare=job.min_nodes < job.max_nodes,
@@ -133,19 +131,17 @@ class Meeting:
         )
 
     def _open(self, deadline: Deadline) -> StoreProvider:
-        job, within_s = self._job, deadline.remaining()
+        job, within_s, local, ring = self._job, deadline.remaining(), self._job.relay == LOCAL, self._bell.ring
         if job.alone:
-            return store_provider.alone(job.data_dir, READ_S, self._bell.ring)
+            return store_provider.alone(job.data_dir, READ_S, ring)
         url = None if job.store is None else parse_url(job.store)
         if url is not None and url.scheme == "etcd":
-            with self._searching(f"{url.etcd().name} does not answer yet"):
-                local, ring = job.relay == LOCAL, self._bell.ring
-                return store_provider.on_etcd(
-                    url.etcd(), job.local_address, within_s, self._in_vain, local=local, on_end=ring
-                )
+            etcd, own = url.etcd(), job.local_address
+            with self._searching(f"{etcd.name} does not answer yet"):
+                return store_provider.on_etcd(etcd, own, within_s, self._in_vain, local, ring)
         endpoint = url.endpoint() if url else net.parse_endpoint(job.endpoint or "", DEFAULT_PORT)
         with self._searching(f"no server answers at {endpoint} yet"):
-            is_host, local, ring = False if url else job.is_host, job.relay == LOCAL, self._bell.ring
+            is_host = False if url else job.is_host
             return store_provider.at_endpoint(endpoint, is_host, within_s, self._in_vain, job.data_dir, local, ring)
 
     @contextlib.contextmanager
@@ -300,22 +296,6 @@ class Meeting:
 
     def _waits(self, waiting: Waiting) -> None:
         self._events.waits(f"this node has waited {waiting.waited_s:.0f} s: {waiting.reason}")
-
-
-def _settings(job: Job) -> dict[str, object]:
-    """Return what all nodes must have alike; a run that has no name is known only by what it runs."""
-    settings: dict[str, object] = {"restart": job.rules.restart, "restart_budget": job.rules.budget, "relay": job.relay}
-    if job.run_id != UNNAMED:
-        return settings
-    command, variables = job.command, sorted(job.environment.items())
-    path = os.path.abspath(command.what) if command.kind == "script" else command.what
-    return {
-        **settings,
-        "command": f"{command.kind} {path}",
-        "arguments": list(command.arguments),
-        "env_file": hashlib.sha256(repr(variables).encode()).hexdigest() if variables else "none",
-        "working_directory": os.getcwd(),
-    }
 
 
 def in_words(error: RallypointError, came: bool) -> str:
