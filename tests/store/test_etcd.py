@@ -24,8 +24,12 @@ import rallypoint
 from rallypoint import ConnectFailed, NoQuorum, Relay, Server, aio, connect, net
 from rallypoint.deadline import Deadline
 from rallypoint.etcd.address import Access, Address, parse
+from rallypoint.protocol.client import Client
+from rallypoint.protocol.native import Standby
 from rallypoint.storage.etcd_lookup import claim_seat, look_up
 from rallypoint.store import etcd
+from rallypoint.store.route import Route
+from rallypoint.store.search import Search
 from rallypoint.store.url import parse_url
 
 needs_etcd = pytest.mark.needs("etcd")
@@ -186,6 +190,8 @@ store = rallypoint.connect(sys.argv[1], 60)
 store.add("count", 1)
 rallypoint.Barrier(store, "all", 8).wait(int(sys.argv[2]))
 from rallypoint.store import etcd
+from rallypoint.store.route import Route
+from rallypoint.store.search import Search
 print(len(etcd._own), "grpc" in sys.modules, flush=True)
 sys.stdin.readline()
 """
@@ -303,3 +309,65 @@ def test_a_relay_of_a_store_that_has_no_server_waits_and_starts_none(etcd_url: s
 def test_a_relay_does_not_import_grpc() -> None:
     code = "import sys, rallypoint.relay.process, rallypoint.store.etcd; print('grpc' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
+
+
+# Looking, by itself
+
+
+def looking(*answers: Any) -> tuple[Route, Search]:
+    """Return a route whose looks have these outcomes, in turn, and a search of a new session along it."""
+    outcomes = iter(answers)
+
+    def look(deadline: Deadline) -> tuple[str, ...]:
+        outcome = next(outcomes)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return tuple(outcome)
+
+    route = Route(net.Endpoints(), None, "etcd://e:1/x", look)
+    return route, Search(route, Deadline(AMPLE_S))
+
+
+A, B = net.Endpoint("a", 1), net.Endpoint("b", 2)
+
+
+def test_it_looks_where_it_knows_nobody_and_then_where_nobody_is() -> None:
+    route, search = looking(["tcp://a:1"], ["tcp://b:2", "tcp://a:1"])
+    for found in ([A], [B, A]):
+        for address, _ in search.round():
+            search.failed(address, "refused")
+        search._look_at = 0.0
+        assert search.wants_look
+        search.look()
+        assert [address for address, _ in search.round()] == found
+    assert route.label == "etcd://e:1/x" and route.peer(A) == "a:1 (a server of etcd://e:1/x)"
+
+
+def test_where_a_server_stands_by_it_does_not_look() -> None:
+    _, search = looking(["tcp://a:1"])
+    search.look()
+    search._look_at = 0.0
+    for address, _ in search.round():
+        search.stands_by(address, Standby("", ["tcp://a:1"], "no server leads yet"))
+    assert not search.wants_look
+
+
+def test_a_stranger_at_an_address_found_before_ends_no_session_and_one_just_found_does() -> None:
+    route, search = looking(["tcp://a:1"], ["tcp://a:1"])
+    stranger = rallypoint.ServerRestarted(peer="a:1", why="its identity is another")
+    search.look()
+    assert search.ends(A, stranger)
+    route.arrived(A, Client("test"))
+    assert not search.ends(A, stranger)
+    search.look()
+    assert search.ends(A, stranger)
+
+
+def test_a_refusal_ends_the_search_for_a_new_session_and_no_other() -> None:
+    refused = rallypoint.EtcdRefused(store="etcd://e:1/x", key="k", why="permission denied")
+    route, search = looking(refused, refused)
+    with pytest.raises(rallypoint.EtcdRefused):
+        search.look()
+    resuming = Search(route, Deadline(AMPLE_S), resumes=True)
+    resuming.look()
+    assert "permission denied" in resuming.why
