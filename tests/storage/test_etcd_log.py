@@ -206,7 +206,7 @@ def test_a_full_etcd_refuses_changes_and_goes_on_when_it_has_room() -> None:
 
 async def fill(book: Book) -> None:
     """Write what has nothing to do with the store, until etcd takes no more."""
-    for number in range(64):
+    for number in range(400):  # it notices a moment later
         await book.do(messages.put(b"junk/%d" % number, bytes(MAX_BYTES // 2)))
 
 
