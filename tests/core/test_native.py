@@ -248,35 +248,10 @@ def welcomed(client: Client, server: bytes, *said: object) -> float:
     return client.welcome(Reply(0, Status.OK, [native.VERSION, server, b"session", 2.0, False, *said]), "a:1")
 
 
-def test_a_server_that_does_not_say_so_hosts_objects() -> None:
-    client = Client("test")
-    for said, hosts in (((), True), ((True,), True), ((False,), False)):
-        welcomed(client, b"server", *said)
-        assert client.hosts_objects is hosts
-
-
 def test_a_session_lasts_for_its_grace_or_as_long_as_the_server_may_be_away() -> None:
     client = Client("test")
-    for said, away_s in (((), 2.0), ((True, True, 0.0), 2.0), ((True, True, 60.0), 60.0), ((True, True, 0.5), 2.0)):
+    for said, away_s in (((), 2.0), ((0.0,), 2.0), ((60.0,), 60.0), ((0.5,), 2.0)):
         assert welcomed(client, b"server", *said) == away_s
-
-
-class OldWelcome(msgspec.Struct, array_like=True):
-    """A welcome as clients knew it before servers recovered."""
-
-    version: int
-    server: bytes
-    session: bytes
-    grace_s: float
-    resumed: bool
-    hosts_objects: bool = True
-    kept_watches: bool = True
-
-
-def test_an_old_client_ignores_what_a_welcome_has_at_its_end() -> None:
-    told = msgspec.to_builtins(Welcome(1, b"server", b"id", 2.0, False, recovery_s=60.0), builtin_types=[bytes])
-    assert len(told) == 9
-    assert msgspec.convert(told, OldWelcome) == OldWelcome(1, b"server", b"id", 2.0, False)
 
 
 def test_a_client_takes_only_the_server_that_it_was_told_of() -> None:

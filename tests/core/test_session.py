@@ -120,9 +120,9 @@ def test_a_new_session_is_welcomed(server: FakeServer) -> None:
     assert link.handler.session is not None
     identity = link.handler.session.id
     assert len(identity) == 16
-    assert link.read() == [[0, Status.OK, [native.VERSION, b"server", identity, GRACE_S, False, True, True, 0.0, []]]]
+    assert link.read() == [[0, Status.OK, [native.VERSION, b"server", identity, GRACE_S, False, 0.0, []]]]
     again = back(link)
-    assert again.read() == [[0, Status.OK, [native.VERSION, b"server", identity, GRACE_S, True, True, True, 0.0, []]]]
+    assert again.read() == [[0, Status.OK, [native.VERSION, b"server", identity, GRACE_S, True, 0.0, []]]]
 
 
 def test_an_unknown_version_is_refused_and_told_why(server: FakeServer) -> None:

@@ -23,7 +23,6 @@ from rallypoint import Store
 from rallypoint.core.records import Status
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Frames, frame
-from rallypoint.recipes.hosting import host_of
 from rallypoint.store import peer_check, search
 
 DEADLINE_S = 60
@@ -415,13 +414,3 @@ def test_a_server_of_another_store_is_refused() -> None:
 
 
 # What a server may not do
-
-
-def test_a_server_may_say_that_it_hosts_no_objects() -> None:
-    for said, hosted_by in (([], "server"), ([True], "server"), ([False], "members")):
-        welcome = [VERSION, b"identity", b"session", 2.0, False, *said]
-        with Impostor(ACCEPTED, welcome, hangs_up=False) as server:
-            store = connect(server.port)
-            assert store._backend.hosts_objects == (hosted_by == "server")
-            assert host_of(store).hosted_by == hosted_by
-            store.close()

@@ -204,10 +204,9 @@ class Unlease(Op, tag=21):
 
 
 class Watch(Op, tag=22):
-    """Answered by nil, or by the revision after which it begins; asked for again, it begins after the last one seen."""
+    """Answered by nil; what changes from then on comes as pushes."""
 
     prefix: Key
-    after: int = -1
 
     verb = "watch"
 

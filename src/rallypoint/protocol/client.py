@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import Struct
 
-from rallypoint.core.ops import Confirm, Draw, Drop, Op, Pop, Take, Watch
+from rallypoint.core.ops import Confirm, Draw, Drop, Op, Pop, Take
 from rallypoint.core.records import Event, Status
 from rallypoint.errors import ServerRestarted, SessionLost
 from rallypoint.protocol import BadMessage
@@ -96,10 +96,7 @@ class Client:
         self._attempt = 0
         self._namespace = namespace
         self.server = server
-        """The identity of the server, which several gateways of one store share."""
-
-        self.hosts_objects = True
-        """Whether shared objects live in the server."""
+        """The identity of the store, which all servers of one share."""
 
         self.session = session
         """The id of the session, which is a secret; empty before there is one."""
@@ -118,8 +115,6 @@ class Client:
         """What the next request will be numbered."""
 
         self._open: dict[int, Op | _Timed] = {}
-        self._watches: dict[int, tuple[bytes, int]] = {}  # what they watch, and up to which revision that was seen
-        self._again: set[int] = set()  # watches that were asked for again, for the session has moved
         self._pushes_seen = 0
         self._unconfirmed = 0
         self._took_items = False  # and what confirms them may be lost with a connection
@@ -149,19 +144,9 @@ class Client:
         if self.server not in (b"", welcome.server):
             raise ServerRestarted(peer=peer, why="its identity is another, and so is what it stores")
         self.server, self.session, self._opens = welcome.server, welcome.session, False
-        self.hosts_objects, self.recovers = welcome.hosts_objects, welcome.recovery_s > 0
+        self.recovers = welcome.recovery_s > 0
         self.servers = welcome.servers
-        if not welcome.kept_watches:
-            self._watch_again()
         return max(welcome.grace_s, welcome.recovery_s)
-
-    def _watch_again(self) -> None:
-        """Ask another server for the changes that have not come."""
-        for number, (prefix, revision) in self._watches.items():
-            if revision >= 0 and (number not in self._open or number in self._again):
-                self._open[number] = Watch(number, prefix, revision)
-                self._again.add(number)
-        self._open = dict(sorted(self._open.items()))
 
     def repeat(self, now: float) -> bytes:
         """Return, after a resumption, all requests that were not answered; those that wait, with the time left to them.
@@ -182,10 +167,6 @@ class Client:
             sent = request + self.confirm() if isinstance(op, Drop) else self.confirm() + request
         self.number = number + 1
         self._open[number] = op if until is None else _Timed(op, until)
-        if isinstance(op, Watch):
-            self._watches[number] = (op.prefix, -1)
-        elif self._watches and isinstance(op, Drop):
-            self._watches.pop(op.target, None)
         return sent
 
     @property
@@ -264,23 +245,14 @@ class Client:
 
     def expects(self, reply: Reply) -> bool:
         """Say whether a reply is new; a cut may make answers and pushes come twice."""
-        if reply.number in self._again:  # nobody waits for that
-            self._again.discard(reply.number)
-            self._open.pop(reply.number, None)
-            return False
         return reply.number in self._open if reply.number else reply.status > self._pushes_seen
 
     def settle(self, reply: Reply) -> None:
         """Note that a reply was delivered: its request is not repeated, and its push not sent again."""
         if reply.number:
             self._settle(reply)
-            if reply.number in self._watches and isinstance(reply.result, int):
-                self._watches[reply.number] = (self._watches[reply.number][0], reply.result)
         else:
             self._pushes_seen = reply.status
-            number, event = reply.event()
-            if number in self._watches:
-                self._watches[number] = (self._watches[number][0], event.revision)
 
     def _settle(self, reply: Reply) -> None:
         """Close a request. An item goes back to its queue if we die unconfirmed, so it is to be confirmed at once."""
@@ -297,4 +269,3 @@ class Client:
     def forget(self, number: int) -> None:
         """Take a request off the list of those to repeat."""
         self._open.pop(number, None)
-        self._watches.pop(number, None)

@@ -74,7 +74,7 @@ STANDBY_BYTES = 1 << 20
 MAX_WHY = 4096
 """How long the reason may be that a server gives, in characters."""
 
-VERSION = 1
+VERSION = 2
 """The protocol's version, said in `Hello`."""
 
 GARBLED = (ValueError, TypeError, RecursionError)
@@ -120,12 +120,6 @@ class Welcome(Struct, array_like=True):
     session: bytes
     grace_s: float
     resumed: bool
-    hosts_objects: bool = True
-    """Whether it carries out `Act`; where not, the members of a shared object host it."""
-
-    kept_watches: bool = True
-    """Whether it knows the watches of a session that is resumed; where not, they have to be asked for again."""
-
     recovery_s: float = 0.0
     """How long a session may outlive the server's absence, where that is longer than the grace."""
 

@@ -45,13 +45,13 @@ class SessionBackend(Backend):
     """A session with one of our servers; raises `NotOurs` where PyTorch's answers."""
 
     root = b"/"
+    hosts_objects = True
 
     def __init__(self, route: Route, timeout_s: float) -> None:
         self.timeout_s = timeout_s
         self._route = route
         self._wire = Wire(route, timeout_s)
         self.name = self._wire.label
-        self.hosts_objects = self._wire.hosts_objects
         self._calls: dict[int, bool] = {}
         """The calls on shared objects that wait, and whether the server may know of each."""
 

@@ -120,7 +120,6 @@ class Wire:
         self._connect(dial(self._route, self._core, self._lock, Deadline(self._timeout_s)))
         self._forks = _forks
         self.server = self._core.server
-        self.hosts_objects = self._core.hosts_objects
         keeper.start(self)
 
     @property
