@@ -24,10 +24,11 @@ from rallypoint.core.call_waiter import CallWaiter
 from rallypoint.core.engine import EXECUTE, Engine
 from rallypoint.core.machine import Call, Done, Waiting
 from rallypoint.core.objects import Objects
-from rallypoint.core.records import LATER, Event, Push, Shared, Turn, Waiter, Want, Watch, show, weigh
+from rallypoint.core.records import LATER, Event, Push, Turn, Waiter, Want, Watch, show, weigh
+from rallypoint.core.reply_budget import ReplyBudget
 from rallypoint.errors import LimitExceeded, StoreError
 
-__all__ = ["MAX_KEPT", "MAX_PUSHES", "SHOWN", "ReplyBudget", "Session"]
+__all__ = ["MAX_KEPT", "MAX_PUSHES", "SHOWN", "Session"]
 
 MAX_KEPT, MAX_PUSHES = 8192, 131_072
 """How many answers, and how many pushes, a session may leave unconfirmed; a `ReplyBudget` counts their bytes."""
@@ -44,41 +45,8 @@ SHARE = 64
 PUSH_BYTES = 140
 """What a kept push costs beside its key and value; near enough for a limit."""
 
-
 MAX_LISTED = 4096
 """How long a list may be whose bytes are counted here; those of a longer one the host counts, as it encodes it."""
-
-
-class ReplyBudget:
-    """What all sessions of a server make it keep, in bytes, and how much that may be: in one answer, and in all."""
-
-    __slots__ = ("answer_limit", "kept", "limit")
-
-    def __init__(self, answer_limit: int = 1 << 62, limit: int = 1 << 62) -> None:
-        self.answer_limit = answer_limit
-        self.limit = limit
-        self.kept = 0
-
-    def hold(self, answer: Any, size: int) -> None:
-        """Count an answer that is kept. A shared one is counted when the first session keeps it."""
-        shared = _shared_in(answer)
-        if shared is not None:
-            shared.holders += 1
-        self.kept += size if shared is None or shared.holders == 1 else size - len(shared.data)
-
-    def release(self, answer: Any, size: int) -> None:
-        """Count an answer no more that was kept."""
-        shared = _shared_in(answer)
-        if shared is not None:
-            shared.holders -= 1
-        self.kept -= size if shared is None or not shared.holders else size - len(shared.data)
-
-
-def _shared_in(answer: Any) -> Shared | None:
-    if answer.__class__ is Done and answer.answer.__class__ is Shared:
-        shared: Shared = answer.answer
-        return shared
-    return None
 
 
 class Session:

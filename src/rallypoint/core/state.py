@@ -44,7 +44,8 @@ from rallypoint.core.entries import (
 from rallypoint.core.machine import Machine
 from rallypoint.core.objects import Objects
 from rallypoint.core.records import LATER
-from rallypoint.core.session import ReplyBudget, Session
+from rallypoint.core.reply_budget import ReplyBudget
+from rallypoint.core.session import Session
 from rallypoint.core.visitor import Visitor
 
 __all__ = ["MACHINES", "MAX_RESTARTS", "SLICE_KEYS", "UNKNOWN_SESSION", "Limits", "Namespace", "OtherVersion", "State"]

@@ -18,7 +18,8 @@ from itertools import islice
 from typing import Any
 
 from rallypoint.core.records import show
-from rallypoint.server.connection import Carrier, Connection, ProtocolHandler
+from rallypoint.server.carrier import Carrier
+from rallypoint.server.connection import Connection, ProtocolHandler
 from rallypoint.server.round_errors import NoPorts
 from rallypoint.server.settings import Settings
 from rallypoint.text import printable
@@ -66,9 +67,7 @@ class ServerBase:
         self._newcomers: dict[Connection, float] = {}
         self._complaints: dict[str, int] = {}
         self._holders: dict[Connection, None] = {}  # those for whom bytes are held, the longest first
-        self._held = 0
-        self.refused_sessions = 0
-        self._refused = 0
+        self._held = self.refused_sessions = self._refused = 0
         self._vanished: list[tuple[str, float]] = []  # since the last sweep: peers, and how long each was silent
         self._logged = (0, 0)  # how many connections and sessions were refused when that was last logged
         self.on_alone: Callable[[], None] = lambda: None
@@ -231,10 +230,9 @@ class ServerBase:
         if grown > 0:
             limit = self.settings.max_memory
             room = max(limit - self.held_bytes(), limit // 4, RESERVE_BYTES)
+            why = "the server's memory limit is reached, and this one has held some the longest"
             while self._held > room:
-                next(iter(self._holders)).drop(
-                    "the server's memory limit is reached, and this one has held some the longest"
-                )
+                next(iter(self._holders)).drop(why)
 
     def complain(self, connection: Carrier, why: str) -> None:
         """Log what a peer did wrong, once per peer address, then count."""
@@ -279,10 +277,8 @@ class ServerBase:
             advice = "allow more with --max-connections, within the limit on open files (ulimit -n)"
             log.warning("refused %d connections: %s are open, the limit; %s", now[0] - before[0], limit, advice)
         if now[1] > before[1]:
-            advice = "allow more with --max-sessions"
-            log.warning(
-                "refused %d sessions: %d is the limit; %s", now[1] - before[1], self.settings.max_sessions, advice
-            )
+            more, limit = now[1] - before[1], self.settings.max_sessions
+            log.warning("refused %d sessions: %d is the limit; allow more with --max-sessions", more, limit)
         self._logged = now
 
     def _log_vanished(self) -> None:

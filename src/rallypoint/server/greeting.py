@@ -27,7 +27,7 @@ from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import GARBLED, VERSION, Hello, Welcome, decode_hello, frame
 
 if TYPE_CHECKING:
-    from rallypoint.server.connection import Carrier
+    from rallypoint.server.carrier import Carrier
     from rallypoint.server.native_connection import NativeConnection
     from rallypoint.server.server import StoreServer
 

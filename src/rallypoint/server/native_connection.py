@@ -38,8 +38,8 @@ from rallypoint.server.resumption import check_repeated, encode_pushes, is_read
 from rallypoint.server.sliced import LARGE_BYTES, SLICE_ITEMS, look_in_slices, send_list
 
 if TYPE_CHECKING:
+    from rallypoint.server.carrier import Carrier
     from rallypoint.server.commit import CommitQueue
-    from rallypoint.server.connection import Carrier
     from rallypoint.server.server import StoreServer
 
 __all__ = ["REPLIES_BYTES", "NativeConnection"]
@@ -264,8 +264,7 @@ class NativeConnection:
             self._count()
             if session.link is self and not session.over and not self._connection.closing:
                 found = None if isinstance(op, ops.Wait) else True
-                reply = encode_answer(op.number, found) if here else self._run(session, op)
-                self._connection.send(reply)
+                self._connection.send(encode_answer(op.number, found) if here else self._run(session, op))
                 self._go_on()
 
         self._parked_bytes += size

@@ -13,7 +13,7 @@ from rallypoint.errors import LimitExceeded
 from rallypoint.protocol.native import encode_answer, encode_items, encode_list_head
 
 if TYPE_CHECKING:
-    from rallypoint.server.connection import Carrier
+    from rallypoint.server.carrier import Carrier
 
 __all__ = ["LARGE_BYTES", "SLICE_ITEMS", "encode_in_slices", "look_in_slices", "send_list"]
 
