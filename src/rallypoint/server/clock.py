@@ -26,7 +26,7 @@ from rallypoint.core.state import Namespace
 if TYPE_CHECKING:
     from rallypoint.server.server import StoreServer
 
-__all__ = ["FOLLOWED", "RETURN_S", "Clock"]
+__all__ = ["FOLLOWED", "MOVE_S", "RETURN_S", "Clock"]
 
 FOLLOWED = frozenset((ops.Lease, ops.Unlease, ops.Act, ops.DeletePrefix, ops.Drop))
 """Operations after which `Clock.follow` has something to do, though they were answered."""
@@ -36,6 +36,10 @@ RETURN_S = 6.0
 
 One attempt to resume lasts up to 3 s (`store/route.py`): one that began before the server was back, and the next, fit.
 """
+
+MOVE_S = 12.0
+"""The same where another server led that hangs now, or whose machine is silent. Standbys know that after 2 s, but the
+clients and relays that are connected to it after 5 to 8 s (`relay/hang_watch.py`), and only then look for this one."""
 
 LATE_S = 0.5
 """How long after its time a deadline may be seen to; later than that, the process was not running."""
@@ -67,10 +71,13 @@ class Clock:
         self._seen_at = now
         return now
 
-    def start(self) -> None:
-        """Begin with what a restored state has: all that waits for a client, or for a time, does so from now on."""
+    def start(self, back_s: float) -> None:
+        """Begin with what a restored state has: all that waits for a client, or for a time, does so from now on.
+
+        Clients have so long to come back to their sessions, or their grace, if that is longer.
+        """
         now, state = self.now(), self._server.state
-        back_s = max(self._server.settings.grace_s, RETURN_S)
+        back_s = max(self._server.settings.grace_s, back_s)
         for session in state.sessions.values():
             self._set(("session", session.serial), now + back_s)
             for key, ttl_s in session.live_ttls().items():

@@ -37,6 +37,7 @@ from rallypoint.etcd.lease import Lease
 from rallypoint.etcd.watch import watch
 from rallypoint.protocol.native import MAX_WHY, Standby, standby
 from rallypoint.server.candidate import CALL_S, PAUSE_S, Candidate
+from rallypoint.server.clock import MOVE_S, RETURN_S
 from rallypoint.server.follower import BEAT_S, Follower, Silence, leader_gone
 from rallypoint.server.running import url_of
 from rallypoint.server.server import StoreServer
@@ -78,6 +79,9 @@ class ReplicatedServer:
         self._layout = Layout(address.space)
         self._sockets: list[socket.socket] = []
         self._settled = asyncio.Event()
+        self._back_s = MOVE_S
+        """How long clients have to come back to their sessions, if this server leads next."""
+
         self._dead_epoch = 0
         """Of the last leader whose address refused connections."""
 
@@ -174,6 +178,7 @@ class ReplicatedServer:
                 elif not change.key.startswith(layout.snapshots) and (change.key, change.value) != beat:
                     changed.set()
 
+        self._back_s = MOVE_S
         beat = (layout.leader, encode(leader))
         following = watch(self._client, layout.prefix, layout.end, head.revision + 1, take)
         if self._silence is None or self._silence.epoch != leader.epoch:
@@ -188,6 +193,7 @@ class ReplicatedServer:
                 if one.done() and not one.cancelled():
                     log.warning("the leader at %s is gone: %s", leader.url, why)
                     self._dead_epoch = leader.epoch
+                    self._back_s = RETURN_S if one is waits[0] else MOVE_S
             for one in waits[1:2]:
                 if one.done():
                     with contextlib.suppress(Overtaken):
@@ -226,7 +232,7 @@ class ReplicatedServer:
         sizes = (follower.index, follower.log_bytes, follower.snapshot_bytes)
         life.storage = EtcdStorage(self._client, self._address, epoch, head.lease, *sizes)
         try:
-            await life.begin()
+            await life.begin(self._back_s)
         except StoreError as error:
             if not isinstance(error.__cause__, DiskFull):
                 raise

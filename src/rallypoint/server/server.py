@@ -27,7 +27,7 @@ from rallypoint.core.state import Namespace, OtherVersion, State
 from rallypoint.errors import StoreError
 from rallypoint.server.base import RESERVE_BYTES, ServerBase
 from rallypoint.server.c10d_connection import C10dConnection
-from rallypoint.server.clock import Clock
+from rallypoint.server.clock import RETURN_S, Clock
 from rallypoint.server.commit import CommitQueue
 from rallypoint.server.connection import Connection
 from rallypoint.server.multiplexed import MultiplexedConnection
@@ -142,8 +142,11 @@ class StoreServer(ServerBase):
             ) from None
         await self.begin()
 
-    async def begin(self) -> None:
-        """Begin to write the log, whose state this is: note in it that the server starts."""
+    async def begin(self, back_s: float = RETURN_S) -> None:
+        """Begin to write the log, whose state this is: note in it that the server starts.
+
+        `back_s` is how long clients have to come back to their sessions.
+        """
         told_s = self.settings.recovery_s
         self.recovery_s = DEFAULT_RECOVERY_S if told_s is None else told_s
         self.storage.attach(asyncio.get_running_loop())
@@ -151,7 +154,7 @@ class StoreServer(ServerBase):
         self._starting = asyncio.get_running_loop().create_future()
         self.submit(self._start, self._starting.set_result, self._cannot_start)
         await asyncio.shield(self._starting)
-        self.clock.start()
+        self.clock.start(back_s)
         for namespace in self.state.namespaces.values():
             self.go_on_clearing(namespace)
 
