@@ -21,9 +21,12 @@ async def within(timeout_s: float, work: Awaitable[T]) -> T:
     """Return what an awaitable comes to; cancel it and raise asyncio.TimeoutError where that takes longer."""
     task = asyncio.ensure_future(work)
     try:
-        done, _ = await asyncio.wait((task,), timeout=timeout_s)
+        await asyncio.wait((task,), timeout=timeout_s)
+        if not task.done():
+            task.cancel()
+            await asyncio.wait((task,))  # what it does in its end is done before the caller goes on
     finally:
         task.cancel()
-    if not done:
+    if task.cancelled():
         raise asyncio.TimeoutError
     return task.result()

@@ -20,6 +20,7 @@ from rallypoint.protocol.channels import PREFACE
 from rallypoint.relay.channel_connection import ChannelConnection
 from rallypoint.relay.traffic import Traffic
 from rallypoint.store.route import Route
+from rallypoint.within import within
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable
@@ -53,7 +54,7 @@ async def _watch(connection: ChannelConnection, route: Route, traffic: Traffic) 
 async def _hangs(endpoint: net.Endpoint) -> bool:
     """Connect once more; return whether nobody answers in time."""
     try:
-        await asyncio.wait_for(_hear(endpoint), PROBE_S)
+        await within(PROBE_S, _hear(endpoint))
     except asyncio.TimeoutError:
         return True
     except OSError:

@@ -32,6 +32,7 @@ from rallypoint.server.connection import Connection, ProtocolHandler
 from rallypoint.server.round_errors import TooLate, TooMany
 from rallypoint.server.settings import Settings
 from rallypoint.store.route import Look
+from rallypoint.within import within
 
 __all__ = ["RelayServer"]
 
@@ -104,7 +105,7 @@ class RelayServer(ServerBase):
         """Close a round at the server, too, so that its namespace goes; where that fails, it goes with the next one."""
         there = False
         try:
-            there = await asyncio.wait_for(close_at_server(self.upstream.endpoint, name, scope), ASK_S)
+            there = await within(ASK_S, close_at_server(self.upstream.endpoint, name, scope))
         except (OSError, ValueError, KeyError, asyncio.TimeoutError) as error:
             why = net.why_failed(error) or "no answer"
             log.warning("a round of %r could not be closed at the server at %s: %s", name, self.upstream.peer, why)

@@ -31,6 +31,7 @@ from rallypoint.relay.hang_watch import until_lost
 from rallypoint.relay.traffic import Traffic
 from rallypoint.store.route import Cuts, Look, Route
 from rallypoint.store.search import Search, StandsBy
+from rallypoint.within import within
 
 __all__ = ["Channel", "ChannelOwner", "Upstream"]
 
@@ -199,10 +200,8 @@ class Upstream:
                 assert isinstance(endpoint, net.Endpoint)
                 connection = ChannelConnection(self.traffic, self._ended)
                 try:
-                    await asyncio.wait_for(_greet(connection, endpoint), turn.remaining())
+                    await within(turn.remaining(), _greet(connection, endpoint))
                 except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
-                    if self._closed:  # an attempt that fails at the moment of its cancellation hides that
-                        raise asyncio.CancelledError from None
                     if isinstance(error, StandsBy):
                         search.stands_by(endpoint, error.answer)
                     else:

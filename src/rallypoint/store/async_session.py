@@ -35,6 +35,7 @@ from rallypoint.store.async_link import AsyncLink, CallLimit, why_failed
 from rallypoint.store.outage import Outage
 from rallypoint.store.route import Address, Cuts, Route
 from rallypoint.store.search import NO_GATEWAY, Search, StandsBy, Unwelcome
+from rallypoint.within import within
 
 __all__ = ["LEAST_PATIENCE_S", "AsyncSession"]
 
@@ -80,13 +81,11 @@ class AsyncSession:
             for endpoint, turn in search.round():
                 try:
                     with self._route.expecting(endpoint, self._core):
-                        await asyncio.wait_for(self._greet(endpoint), max(turn.remaining(), 0.1))
+                        await within(max(turn.remaining(), 0.1), self._greet(endpoint))
                     return
                 except (OSError, BadMessage, ValueError, asyncio.TimeoutError) as error:
                     if search.ends(endpoint, error):
                         raise
-                    if self.over is not None:  # an attempt that fails at the moment of its cancellation hides that
-                        raise asyncio.CancelledError from None
                     self._failed(search, endpoint, error)
             if search.wants_look:
                 await asyncio.get_running_loop().run_in_executor(None, search.look)
