@@ -263,7 +263,7 @@ async def test_a_hello_at_the_port_of_a_round_gets_its_namespace() -> None:
         client.writer.write(b"follows")
         await server.until(lambda: server.link.data.get(1, b"").endswith(b"what follows"))
         said = server.link.data[1].removesuffix(b"what follows")
-        expected = Hello(native.VERSION, "test", b"s" * 16, 5, b"secret", [b"former"], True, 9, "run", 3, 7)
+        expected = Hello(native.VERSION, "test", b"s" * 16, 5, b"secret", [b"former"], True, 9, "run", 3, 7, True)
         assert decode_hello(said[4:]) == expected
         client.close()
 

@@ -15,6 +15,7 @@ from tests.wire import AMPLE_S
 
 from rallypoint import net
 from rallypoint.core import lock, ops
+from rallypoint.relay.rounds import close_at_server
 from rallypoint.server import rounds
 from rallypoint.server.round_errors import NoPorts
 from rallypoint.server.server import StoreServer
@@ -103,6 +104,32 @@ async def test_a_later_round_replaces_the_earlier_one(server: StoreServer, log: 
     assert facts["namespaces"] == {"run": {"round": 7, "scope": 2, "sessions": 1, "keys": 0}}
     assert facts["rounds"] == 1 and len(facts["sessions"]) == 2, "the page shows who is in a round, too"
     assert await everybody.asked(ops.Count(1, b"")) == 0
+
+
+@both
+async def test_a_client_of_a_relays_port_is_not_told_of_other_servers(server: StoreServer, log: FakeLog | None) -> None:
+    """They would take it for a client of the namespace of everybody."""
+    server.notices.set_servers(["tcp://a:1"])
+    peers = [(await Relay(server).opens()).client() for _ in range(2)]
+    for peer, one_port in zip(peers, (True, False), strict=True):
+        welcome = await peer.greets(run="run", scope=1, one_port=one_port)
+        assert welcome[-1] == ([] if one_port else ["tcp://a:1"])
+    server.notices.set_servers(["tcp://a:1", "tcp://b:2"])
+    told = [(await peer.reads())[2] for peer in peers]
+    assert [notice["servers"] for notice in told] == [None, ["tcp://a:1", "tcp://b:2"]]
+
+
+def test_a_server_that_stands_by_closes_no_round() -> None:
+    """Its state is that of the log; it would be another one from then on."""
+
+    async def run() -> None:
+        server = StoreServer(Settings())
+        await server.stand_by(net.listen(["127.0.0.1"], 0), b"elsewhere")
+        with pytest.raises(ValueError, match="503"):
+            await close_at_server(net.Endpoint("127.0.0.1", main_port(server)), "run", 1)
+        await server.close()
+
+    asyncio.run(run())
 
 
 @both

@@ -111,6 +111,10 @@ class Hello(Struct, array_like=True):
     round: int | None = None
     """The number of the round for people."""
 
+    one_port: bool = False
+    """Whether the caller has its namespace only from the port where it called: it is not told of other servers, which
+    would take it for a client of the namespace of everybody."""
+
 
 class Welcome(Struct, array_like=True):
     """Who answers: the server's identity, which it loses with its memory, and the caller's session."""

@@ -1,7 +1,8 @@
 """The relay's end of a native client's connection: its bytes pass both ways unread, on a channel of its own.
 
 The relay has answered the preface itself; from its hello on, the client talks to the server, which keeps its session.
-On the port of a round, the relay reads the hello, and adds the namespace of that round.
+On the port of a round, the relay reads the hello, and adds the namespace of that round. Such a client knows no other
+way to that namespace, and must not be told of servers that it could go to instead.
 
 Flow control is end to end. A client that does not read stops its own channel after a window, for the server gets no
 credit for what its socket does not take. A channel whose window is full stops the reading from that client. When the
@@ -122,7 +123,7 @@ class NativeForward:
         if hello.run and (hello.run, hello.scope) != (run, scope):
             raise BadMessage(f"a greeting for round {hello.scope} of {hello.run!r}, at the port of another")
         self._hello = None
-        return frame(msgspec.structs.replace(hello, run=run, scope=scope, round=number)) + rest
+        return frame(msgspec.structs.replace(hello, run=run, scope=scope, round=number, one_port=True)) + rest
 
     def _connect(self) -> None:
         """Open the channel, for the server is back, and pass on what came meanwhile."""

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint import net
+from rallypoint.deadline import Deadline
 from rallypoint.errors import AddressTaken
 from rallypoint.relay.native_forward import NativeForward, RoundName
 from rallypoint.relay.rounds import RelayRounds, close_at_server
@@ -38,8 +39,8 @@ __all__ = ["RelayServer"]
 
 log = logging.getLogger("rallypoint.relay")
 
-ASK_S = 5.0
-"""How long the server may take to close a round."""
+ASK_S, AGAIN_S = 5.0, 0.1
+"""How long the server may take to close a round, and how long to wait before it is asked again."""
 
 
 class RelayServer(ServerBase):
@@ -103,12 +104,17 @@ class RelayServer(ServerBase):
 
     async def _close_round(self, name: str, scope: int | None, here: bool, done: Callable[[bool], None]) -> None:
         """Close a round at the server, too, so that its namespace goes; where that fails, it goes with the next one."""
-        there = False
-        try:
-            there = await within(ASK_S, close_at_server(self.upstream.endpoint, name, scope))
-        except (OSError, ValueError, KeyError, asyncio.TimeoutError) as error:
-            why = net.why_failed(error) or "no answer"
-            log.warning("a round of %r could not be closed at the server at %s: %s", name, self.upstream.peer, why)
+        there, deadline = False, Deadline(ASK_S)
+        while True:
+            try:
+                there = await within(deadline.remaining(), close_at_server(self.upstream.endpoint, name, scope))
+                break
+            except (OSError, ValueError, KeyError, asyncio.TimeoutError) as error:
+                if deadline.expired():
+                    why = net.why_failed(error) or "no answer"
+                    log.warning("a round of %r was not closed at the server at %s: %s", name, self.upstream.peer, why)
+                    break
+            await asyncio.sleep(min(AGAIN_S, deadline.remaining()))  # another server may lead by then
         done(here or there)
 
     @property

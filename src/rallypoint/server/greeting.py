@@ -61,8 +61,9 @@ class Greeting:
         except GARBLED as error:
             raise BadMessage(f"not a greeting: {error}") from None
         hello = self._hello
+        self._handler.one_port = hello.one_port
         if self._server.notices.trouble:
-            self._connection.send(self._server.notices.frame())
+            self._connection.send(self._server.notices.frame(hello.one_port))
         if hello.version != VERSION:
             self._refuse(f"version {hello.version} of the protocol is not spoken here, only {VERSION}")
         elif hello.opens and len(hello.session) != SESSION_BYTES:
@@ -189,7 +190,7 @@ class Greeting:
             server.settings.grace_s,
             resumed,
             recovery_s=server.recovery_s,
-            servers=server.notices.servers,
+            servers=[] if self._hello.one_port else server.notices.servers,
         )
         self._connection.send(frame((0, Status.OK, welcome)))
         self._handler.enter(session)

@@ -139,6 +139,8 @@ class HttpHandler:
         scope = _number(rest[0].encode()) if len(rest) == 1 else None
         if not name or (scope is None and (method == b"PUT" or rest)):
             return 404, "text/plain", b"nothing here: PUT or DELETE /rounds/RUN/SCOPE, or DELETE /rounds/RUN\n"
+        if self._server.elsewhere:  # its state is that of the log, and nothing else may change it
+            return 503, "text/plain", b"another server leads\n"
         self._waiting = True
         if scope is None or method == b"DELETE":
             self._server.close_round(name, scope, lambda closed: self._later(_json({"closed": closed})))

@@ -60,7 +60,7 @@ class NativeConnection:
     __slots__ = (
         "_backlog", "_connection", "_crowded", "_engine", "_frames", "_greeting", "_halted", "_lists", "_namespace",
         "_parked", "_parked_bytes", "_pending", "_queued", "_refused", "_resending", "_resent", "_server", "held",
-        "session"
+        "one_port", "session"
     )  # fmt: skip
 
     def __init__(self, server: StoreServer, connection: Carrier, namespace: Namespace) -> None:
@@ -72,6 +72,9 @@ class NativeConnection:
         self._frames = Frames(server.settings.max_connection_memory)
         self._backlog: deque[bytes] = deque()
         self._greeting: Greeting | None = None  # the one that is under way
+        self.one_port = False
+        """Whether the client is not to be told of other servers."""
+
         self._refused = False  # whether what follows is ignored, for it was asked behind a hello that was refused
         self._lists = 0  # how many long lists are under way
         self._crowded = False  # whether the next request waits for room in the queue of the log

@@ -57,18 +57,18 @@ class Notices:
         if changed:
             self._tell_all()
 
-    def frame(self) -> bytes:
-        """Return the notice of what is so now."""
-        return frame((0, Status.OK, Notice(self.servers, self.trouble)))
+    def frame(self, one_port: bool = False) -> bytes:
+        """Return the notice of what is so now; to clients of one port other servers are of no use."""
+        return frame((0, Status.OK, Notice(None if one_port else self.servers, self.trouble)))
 
     def _tell_all(self) -> None:
         self._tell_some(iter(list(_native(self._server))))
 
     def _tell_some(self, left: Iterator[NativeConnection]) -> None:
         """Tell the next of those who are connected, and the others later."""
-        notice, some = self.frame(), list(islice(left, SLICE))
+        notices, some = (self.frame(), self.frame(one_port=True)), list(islice(left, SLICE))
         for connection in some:
-            connection.notify(notice)
+            connection.notify(notices[connection.one_port])
         if len(some) == SLICE:
             asyncio.get_running_loop().call_soon(self._tell_some, left)
 
