@@ -175,6 +175,18 @@ def test_workers_go_on_when_servers_are_killed_and_others_take_their_place(place
     finish(nodes)
 
 
+def test_workers_go_on_when_the_server_that_leads_hangs(place: Place, etcd_url: str) -> None:
+    nodes = start(place, etcd_url, "ab", "--nnodes=2")
+    _, leader = next(iter(await_servers(etcd_url, nodes, 2).items()))
+    os.kill(leader, signal.SIGSTOP)
+    try:
+        meet(nodes, 1)
+    finally:
+        os.kill(leader, signal.SIGCONT)
+    meet(nodes, 2)
+    finish(nodes)
+
+
 def test_a_job_of_four_outlives_three_nodes_that_die_one_after_the_other(place: Place, etcd_url: str) -> None:
     nodes = start(place, etcd_url, "abcd", "--nnodes=1:4", "--rdzv-conf=last_call_timeout=1")
     for left in (3, 2, 1):

@@ -100,6 +100,21 @@ def test_no_seat_is_given_where_there_is_a_server(etcd_cluster: Cluster, etcd_ur
     assert post(etcd_cluster.endpoints[0], "/v3/kv/range", seats(etcd_url)).get("kvs") is None
 
 
+@pytest.mark.parametrize("listed", [0, 1, 2, 3])
+def test_beside_servers_there_are_seats_for_as_many_as_are_missing(
+    etcd_cluster: Cluster, etcd_url: str, listed: int
+) -> None:
+    for number in range(listed):
+        put(etcd_cluster.endpoints[0], f"{address_of(etcd_url).space}/servers/{number}", {"url": f"tcp://a:{number}"})
+
+    def beside(url: str) -> int | None:
+        return claim_seat(address_of(url), Deadline(AMPLE_S), beside=True)
+
+    with ThreadPoolExecutor(8) as pool:
+        claims = list(pool.map(beside, [etcd_url] * 8))
+    assert sum(lease is not None for lease in claims) == SEATS - listed
+
+
 def seats(url: str) -> dict[str, str]:
     name = address_of(url).space
     return {"key": base64(f"{name}/seats/"), "range_end": base64(f"{name}/seats0")}
