@@ -125,7 +125,7 @@ class JsonApi:
         except TimeoutError:
             raise _Failed(f"no answer within {within_s:.1f} s") from None
         except OSError as error:
-            raise _Failed(net.why_failed(error)) from None
+            raise _Failed(self._why_hung_up(error) or net.why_failed(error)) from None
         except (HTTPException, ValueError) as error:
             raise _Failed(f"not etcd's JSON API: {error or type(error).__name__}") from None
         finally:
@@ -135,6 +135,12 @@ class JsonApi:
         if response.status != 200:
             self._judge(response.status, answer, path)
         return answer
+
+    def _why_hung_up(self, error: OSError) -> str:
+        """Say what a member may want that hangs up on a client without a certificate, for it does not say so itself."""
+        if self._tls is None or self._access.cert or "verify failed" in str(error):
+            return ""
+        return f"{net.why_failed(error)}; it may ask for a certificate: give cert= and key="
 
     def _judge(self, status: int, answer: dict[str, Any], path: str) -> None:
         """Raise what an answer that is an error comes to."""
