@@ -6,15 +6,17 @@ import contextlib
 import json
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from tests.elastic.runs import Node, Place, gone
+from tests.elastic.runs import PRELUDE, Node, Place, gone
 from tests.etcd.access import USER, WORD, guarded
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
+from tests.interop.etcd_nodes import etcd_nodes
 from tests.wire import AMPLE_S, until
 
 import rallypoint
@@ -198,6 +200,27 @@ def test_a_job_of_four_outlives_three_nodes_that_die_one_after_the_other(place: 
             node.until(rf"^up \d {left} 0 \d+$")
     meet(nodes, 1)
     finish(nodes, started=4)
+
+
+@pytest.mark.needs("netns")
+def test_a_job_goes_on_without_the_machine_of_the_leader_when_that_falls_silent(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(PRELUDE + MEET)
+    with etcd_nodes(tmp_path, 3) as places:
+        words = ["run", f"--store={places.url}", "--nnodes=2:3", "--rdzv-conf=last_call_timeout=1", "script.py"]
+        command = [sys.executable, "-m", "rallypoint", *words]
+        nodes = {host.address: Node(host.command(command), tmp_path, {}) for host in places.nodes}
+        for node in nodes.values():
+            node.until(r"^up \d 3 0 \d+$")
+        leader = until(places.servers, lambda found: found.leader and len(found.servers) == 3).leader
+        lost = next(host for host in places.nodes if host.address in leader)
+        lost.cut()
+        left = [node for address, node in nodes.items() if address != lost.address]
+        for node in left:
+            node.until(r"^up \d 2 0 \d+$")
+        meet(left, 1)
+        finish(left, started=2)
+        nodes[lost.address].child.kill()
+        nodes[lost.address].end()
 
 
 def test_workers_go_on_when_a_member_of_etcd_dies_and_when_quorum_is_lost_and_back(

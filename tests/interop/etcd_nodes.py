@@ -1,4 +1,4 @@
-"""Two nodes for a launcher, and a cluster of etcd on a third host: all of them network namespaces.
+"""Nodes for a launcher, and a cluster of etcd on another host: all of them network namespaces.
 
 The agents of the nodes run the servers of the store, and their relays; a server, and a member of etcd, can be killed
 while workers train. Agents are members of the crew (`tests/interop/crew.py`) that enter the namespace of their node.
@@ -94,10 +94,10 @@ class EtcdNodes(Work):
 
 
 @contextlib.contextmanager
-def etcd_nodes(place: Path) -> Iterator[EtcdNodes]:
-    """Have two nodes and a cluster for as long as the block lasts."""
+def etcd_nodes(place: Path, count: int = 2) -> Iterator[EtcdNodes]:
+    """Have so many nodes and a cluster for as long as the block lasts."""
     with contextlib.ExitStack() as undo:
-        *nodes, etcd_host = undo.enter_context(hosts(3))
+        *nodes, etcd_host = undo.enter_context(hosts(count + 1))
         yield EtcdNodes(place, nodes, etcd_host, undo)
 
 
