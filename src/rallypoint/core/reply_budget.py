@@ -1,7 +1,7 @@
 """How much the answers and pushes take that are kept until their clients confirm them, over all sessions of a server.
 
-What the ranks of an exchange get is one copy, kept by all of their sessions: it is counted with the first that keeps it,
-and until the last lets it go.
+What the ranks of an exchange get is one copy, kept by all of their sessions: it is counted with the first that keeps
+it, and until the last lets it go.
 
 Rejected: to count it for each session. A thousand ranks would be charged a thousand times for the same bytes.
 """
