@@ -95,7 +95,7 @@ LARGE: dict[str, tuple[int, str]] = {
         430,
         "writing and reading, side by side: each section must match its counterpart",
     ),
-    "src/rallypoint/server/replicated.py": (310, "one server of several: following, leading, and each turn to the other"),
+    "src/rallypoint/server/replicated.py": (310, "one server of several: following, leading, and the turns between"),
     "src/rallypoint/server/server.py": (395, "the state, its log and its connections: what each brings to the others"),
     "src/rallypoint/relay/channel_connection.py": (315, "one connection with channels: frames, credit, turns, its end"),
     "src/rallypoint/relay/torch_session.py": (305, "one session over as many channels as it takes, and its end"),
@@ -103,7 +103,7 @@ LARGE: dict[str, tuple[int, str]] = {
         330,
         "one connection with channels: frames, turns, and who stands in line",
     ),
-    "src/rallypoint/server/native_connection.py": (405, "one protocol's end: requests, replies, the way to the log"),
+    "src/rallypoint/server/native_connection.py": (410, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/server/c10d_connection.py": (365, "one protocol's end: requests, replies, the way to the log"),
     "src/rallypoint/store/wire.py": (
         775,
