@@ -328,6 +328,11 @@ def test_the_storage_may_come_from_the_environment(monkeypatch: pytest.MonkeyPat
     assert [each.storage for each in told] == [url, url, url, None]
 
 
+def test_a_server_that_other_machines_cannot_reach_is_refused_where_etcd_is_on_those() -> None:
+    result = CliRunner().invoke(main, ["serve", "--port", "0", "--storage", "etcd://192.0.2.1/jobs"])
+    assert result.exit_code and "listens on 127.0.0.1" in result.output and "serve --host" in result.output
+
+
 @pytest.mark.parametrize(
     "url",
     [

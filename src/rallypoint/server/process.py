@@ -47,6 +47,8 @@ def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -
         sys.setswitchinterval(SWITCH_S)
     make = _serving(settings)
     sockets = [net.adopt(fd) for fd in settings.fds] or net.listen(settings.hosts, settings.port)
+    if settings.storage is not None:
+        _check_reachable(_address(settings.storage), [str(sock.getsockname()[0]) for sock in sockets])
     run(make, settings, sockets, ready)
 
 
@@ -56,6 +58,20 @@ def _serving(settings: Settings) -> Serving:
         return lambda stop: _store_server(settings, stop)
     address = _address(settings.storage)
     return lambda stop: _replicated_server(settings, address, stop)
+
+
+def _check_reachable(address: Address, hosts: list[str]) -> None:
+    """Raise ValueError where others would be told of a server that only this machine reaches, and etcd is on others."""
+    members = [net.parse_endpoint(member, 0).host for member in address.endpoints]
+    if all(map(_is_loopback, hosts)) and not all(map(_is_loopback, members)):
+        raise ValueError(
+            f"a server of {address.name} that listens on {hosts[0]} is of no use to other machines, which are told of "
+            f"it: give an address that they reach (serve --host)"
+        )
+
+
+def _is_loopback(host: str) -> bool:
+    return host in ("localhost", "::1") or host.startswith("127.")
 
 
 @contextlib.contextmanager
