@@ -174,9 +174,10 @@ def test_a_failure_that_came_of_the_loss_of_a_node_does_not_end_the_run(place: P
     words = [AT_ONCE, "--max-restarts=0", place.script(code)]
     nodes = {name: place.node(name, *words, nodes="1:2") for name in "ab"}
     ranks = {int(node.until(r"^up (\d) 2 0")[-1][1]): name for name, node in nodes.items()}
-    nodes[ranks[lost]].child.kill()
     left = nodes[ranks[1 - lost]]
-    left.up(0, world=1)
+    alone = len(re.findall(r"(?m)^up 0 1 0 ", left.out))  # a round may have begun before the other node came
+    nodes[ranks[lost]].child.kill()
+    left.until(r"^up 0 1 0 ", alone + 1)
     assert "ConnectionError: my peer is gone" in left.err
     why = rf"lost {ranks[1]}\b" if lost else rf"the relay of rank 0, on {ranks[0]} at 127.0.0.1:\d+, is gone"
     assert re.search(why, left.err), left.err
