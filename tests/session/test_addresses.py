@@ -172,7 +172,7 @@ def test_where_none_is_a_server_of_ours_there_is_no_second_round() -> None:
             connect(torchs.port, web.port)
         assert torchs.calls == web.calls == 1
     assert caught.value.tried == {
-        f"127.0.0.1:{torchs.port}": search.NO_GATEWAY,
+        f"127.0.0.1:{torchs.port}": search.NOT_OF_SEVERAL,
         f"127.0.0.1:{web.port}": "not a store: it answered b'HTTP'",
     }
 

@@ -34,7 +34,7 @@ from rallypoint.store import outage, peer_check
 from rallypoint.store.async_link import AsyncLink, CallLimit, why_failed
 from rallypoint.store.outage import Outage
 from rallypoint.store.route import Address, Cuts, Route
-from rallypoint.store.search import NO_GATEWAY, Search, StandsBy, Unwelcome
+from rallypoint.store.search import NOT_OF_SEVERAL, Search, StandsBy, Unwelcome
 from rallypoint.within import within
 
 __all__ = ["LEAST_PATIENCE_S", "AsyncSession"]
@@ -110,7 +110,7 @@ class AsyncSession:
             answer = await link.greeting
             if answer == PREFACE[-len(ACCEPTED) :]:
                 if self._route.several or endpoint is self._route.relay:
-                    raise BadMessage(NO_GATEWAY)
+                    raise BadMessage(NOT_OF_SEVERAL)
                 why = "a plain PyTorch server answers there; use rallypoint.connect"
                 raise Unsupported(operation="asyncio", store=self.peer, why=why)
             if answer != ACCEPTED:

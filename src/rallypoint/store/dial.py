@@ -22,7 +22,7 @@ from rallypoint.protocol.client import Client, Reply
 from rallypoint.protocol.native import ACCEPTED, PREFACE, STANDBY, Standby, read_standby
 from rallypoint.store.relay_address import RelayAddress
 from rallypoint.store.route import Address, Route
-from rallypoint.store.search import NO_GATEWAY, Search, StandsBy, Unwelcome
+from rallypoint.store.search import NOT_OF_SEVERAL, Search, StandsBy, Unwelcome
 
 __all__ = ["Contact", "Dialer", "NotOurs", "answers", "dial"]
 
@@ -89,7 +89,7 @@ class Dialer:
                 if not self._route.several:
                     raise
                 answer.socket.close()
-                self._search.failed(endpoint, NO_GATEWAY, useless=True)
+                self._search.failed(endpoint, NOT_OF_SEVERAL, useless=True)
             except StandsBy as error:
                 self._search.stands_by(endpoint, error.answer)
             except ConnectFailed as error:

@@ -41,7 +41,7 @@ from rallypoint.protocol.native import Standby
 from rallypoint.store.relay_address import RelayAddress
 from rallypoint.store.route import GROWTH, Address, Route, backoff_s, read_server
 
-__all__ = ["NO_GATEWAY", "Search", "StandsBy", "Unwelcome"]
+__all__ = ["NOT_OF_SEVERAL", "Search", "StandsBy", "Unwelcome"]
 
 PATIENCE_S = (1.0, 30.0)
 """How long one of several addresses may be silent at most: in the first round, and after doubling each round."""
@@ -63,7 +63,7 @@ STANDBY_PAUSE_S = 0.2
 LOOK_S = 5.0
 """How long one look for the servers of a store in etcd may take."""
 
-NO_GATEWAY = "a plain PyTorch server, which cannot be one of several"
+NOT_OF_SEVERAL = "a plain PyTorch server, which cannot be one of several"
 """What is said of an address in a list where PyTorch's server answers."""
 
 
