@@ -1,1 +1,1 @@
-"""Pure logic: no I/O, no clock, no threads, no chance. What it needs is an argument, what it does is a result."""
+"""Pure logic: no I/O, clock, threads or randomness. All input comes as arguments, all output as results."""

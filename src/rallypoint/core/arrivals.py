@@ -1,16 +1,16 @@
-"""Arrivals of several sessions at one shared object that came in one message, carried out in one go.
+"""Arrivals of several sessions at one shared object, received in one message and executed together.
 
-What the processes of a node ask at the same moment comes as one message of their relay, and is one entry of the log.
-It comes to exactly what its requests would, one after the other: the same answers, and the same state. Mostly all of
-them are new, and wait; then the machine takes them in together (`Machine.take_in`), which costs a third. Where that
-cannot be, for one of them is repeated, looks again, is refused, or ends the round, they are carried out one by one.
+Simultaneous requests of a node's processes reach the server as one message from their relay, and become one log entry.
+The result is exactly that of the single requests in order: the same answers, the same state. Usually all of them are
+new and wait; the machine then admits them together (`Machine.admit_all`), at a third of the cost. If one of them is
+repeated, rechecks its wait, is refused or ends the round, they run one by one.
 
-When a round ends, all who waited for it get one answer, which is encoded, weighed and bounded once (`end_calls`).
+When a round ends, all of its waiters get one answer, which is encoded, measured and bounded once (`end_calls`).
 
-`GATHERS` are the commands for which this pays: those by which many come to one object and wait.
+`GATHERS` lists the commands for which this pays: many members come to one object and wait.
 
-Rejected: one wait that the members of a group share. Each of them may give up, be cut off, die, or go on by another
-connection, alone: a group that loses its members one by one is more than the sum of them.
+Rejected: one wait shared by the members of a group. Each member may time out, lose its connection, die or reconnect
+alone: a group that loses members one by one is more complex than its members.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from rallypoint.core import barrier, exchange
 from rallypoint.core import session as session_module
-from rallypoint.core.call_waiter import CallWaiter
-from rallypoint.core.machine import Call
-from rallypoint.core.objects import call_bytes
+from rallypoint.core.calls.call_waiter import CallWaiter
+from rallypoint.core.costs import KEPT_BYTES
+from rallypoint.core.machines import barrier, exchange
+from rallypoint.core.machines.machine import Call
+from rallypoint.core.objects import call_bytes, object_bytes
 from rallypoint.core.ops import Act
-from rallypoint.core.records import LATER, weigh
+from rallypoint.core.records import LATER, size_of
 from rallypoint.core.session import Session
 
 if TYPE_CHECKING:
@@ -32,27 +33,27 @@ if TYPE_CHECKING:
 
 __all__ = ["GATHERS", "arrive", "arrive_if_there", "end_calls"]
 
-GATHERS = frozenset((barrier.Arrive, exchange.Give))
-"""The commands of arrivals."""
+GATHERS = frozenset((barrier.BarrierArrive, exchange.ExchangeGive))
+"""The commands that are arrivals."""
 
 Requests = Sequence[tuple[Session, Act]]
 
 
 def arrive(namespace: Namespace, requests: Requests) -> list[Any]:
-    """Carry out arrivals at one object, in their order; return the answer of each, or `LATER`. Never raises."""
+    """Execute arrivals at one object in order; return the answer of each, or `LATER`. Never raises."""
     engine, many = namespace.engine, len(requests)
     sizes = (many, many - 1)  # the last of them may end the round
     waiting = next((size for size in sizes if size > 1 and _all_wait(namespace, requests[:size])), 0)
     answers: list[Any] = [LATER] * waiting
     for session, op in requests[waiting:]:
         answers.append(session.execute(op))
-        if engine.outbox and engine.relieve is not None:
-            engine.relieve(engine)
+        if engine.outbox and engine.on_pressure is not None:
+            engine.on_pressure(engine)
     return answers
 
 
 def arrive_if_there(state: State, sessions: Sequence[int], ops: Sequence[Act]) -> list[Any]:
-    """Carry out arrivals of sessions of one namespace, by their serials; `LATER` for those that have ended."""
+    """Execute arrivals of sessions of one namespace, by serial; `LATER` for sessions that have ended."""
     found = [state.sessions.get(serial) for serial in sessions]
     requests = [(session, op) for session, op in zip(found, ops, strict=True) if session is not None]
     answers = iter(arrive(state.namespaces[requests[0][0].namespace], requests) if requests else ())
@@ -60,7 +61,7 @@ def arrive_if_there(state: State, sessions: Sequence[int], ops: Sequence[Act]) -
 
 
 def _all_wait(namespace: Namespace, requests: Requests) -> bool:
-    """Carry out arrivals that are all new, and all wait; return False, and change nothing, where that is not so."""
+    """Execute arrivals if all of them are new and wait; otherwise change nothing and return False."""
     objects, engine = namespace.objects, namespace.engine
     name, kind, table = requests[0][1].name, requests[0][1].command.machine, objects._calls
     place = (kind, name)
@@ -74,14 +75,15 @@ def _all_wait(namespace: Namespace, requests: Requests) -> bool:
             return False
         calls[call_id] = Call(op.member, tag, op.call, session.name, session.former)
     sizes = [call_bytes(name, op.member, op.command) for _, op in requests]
-    if len(calls) < len(requests) or objects.late or engine.size + sum(sizes) > engine.max_bytes:
+    grown = sum(sizes) + (0 if place in objects.machines else object_bytes(name))
+    if len(calls) < len(requests) or objects.late or engine.memory.size + grown > engine.memory.limit:
         return False
-    machine = objects._machines.get(place) or kind()
-    if not machine.take_in(calls, [op.command for _, op in requests]):
+    machine = objects.machines.get(place) or kind()
+    if not machine.admit_all(calls, [op.command for _, op in requests]):
         return False
-    objects._machines[place] = machine
+    objects.machines[place] = machine
     engine.revision += len(requests)
-    engine.size += sum(sizes)
+    engine.charge_held(grown)
     for (session, op), (call_id, call), size in zip(requests, calls.items(), sizes, strict=True):
         number = session.highest = op.number
         session.waiting[number] = waiter = CallWaiter(session, number, call, op.command, name, size)
@@ -94,13 +96,13 @@ def _all_wait(namespace: Namespace, requests: Requests) -> bool:
 
 
 def end_calls(waiters: list[CallWaiter], answer: Any) -> list[tuple[Session, int, Any]]:
-    """Give one answer to calls on a shared object of many sessions; return whose, by which number, and what to send."""
+    """Give one answer to calls of many sessions; return (session, request number, answer to send) for each."""
     ended: list[tuple[Session, int, Any]] = []
     session: Any = waiters[0].owner
-    budget = session._budget
+    memory = session._memory
     if answer.__class__ in session_module.LONG:
         answer = session.bounded(answer, None, waiters[0].keys[0])
-    size = weigh(answer)
+    size = KEPT_BYTES + size_of(answer)
     kept = (answer, size)
     for waiter in waiters:
         session, number = waiter.owner, waiter.number
@@ -108,8 +110,8 @@ def end_calls(waiters: list[CallWaiter], answer: Any) -> list[tuple[Session, int
             continue
         session.kept[number] = kept
         session._kept_bytes += size
-        budget.hold(answer, size)
-        if budget.kept > budget.limit or len(session.kept) > session_module.MAX_KEPT:
+        memory.hold(answer, size)
+        if memory.kept > memory.reserve or len(session.kept) > session_module.MAX_KEPT:
             session.late = True
         ended.append((session, number, answer))
     return ended

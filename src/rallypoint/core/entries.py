@@ -1,10 +1,11 @@
-"""The entries of the log: everything that changes a server's state, as data.
+"""The entries of the log: every change of a server's state, as data.
 
-Applied in order to an empty `State`, they make the same state everywhere. So an entry holds whatever is not decided by
-the state itself: new ids come in it, and what a clock decided (a deadline, a grace, a heartbeat that stopped) is an
-entry of its own, which does nothing when it was overtaken. Reads, heartbeats and the time-outs of reads are not here.
+Applied in order to an empty `State`, the same entries produce the same state everywhere. So an entry carries everything
+that the state itself does not determine: new ids, and each decision of a clock (a passed deadline, an ended grace
+period, a missed heartbeat) as an entry of its own, which does nothing if a later event overtook it. Reads, heartbeats
+and the timeouts of reads are not logged.
 
-An owner is a session (its serial, from 1) or a visitor (negative); see `core/session.py`.
+An owner is a session (its serial, from 1) or a connection without a session (negative); see `core/session.py`.
 """
 
 from __future__ import annotations
@@ -17,53 +18,53 @@ from rallypoint.core.ops import Act, Operation
 __all__ = [
     "VERSION",
     "Arrivals",
-    "Attach",
+    "AttachSession",
     "CloseNamespace",
-    "Detach",
-    "End",
+    "DetachOwner",
+    "EndSession",
     "Entry",
-    "Fire",
-    "GoOn",
-    "Lapse",
-    "Open",
+    "FireTimer",
+    "ContinueDelete",
+    "ExpireLease",
+    "OpenSession",
     "OpenNamespace",
-    "Request",
-    "Start",
-    "TimeOut",
-    "Visit",
+    "SessionRequest",
+    "StartServer",
+    "TimeOutRequest",
+    "ConnectionRequest",
     "decode",
     "encode",
 ]
 
-VERSION = 2
-"""The version of the semantics: what the same entries come to. A log of another version is refused."""
+VERSION = 4
+"""The version of the semantics: the state that given entries produce. A log of another version is refused."""
 
 
 class Entry(Struct, array_like=True, gc=False):
     """One entry of the log."""
 
 
-class Request(Entry, tag=0):
+class SessionRequest(Entry, tag=0):
     """A request of a session."""
 
     session: int
     op: Operation
 
 
-class Visit(Entry, tag=1):
-    """A request of a visitor, which is known from its first one on."""
+class ConnectionRequest(Entry, tag=1):
+    """A request of a connection without a session; the first one makes the connection known."""
 
-    visitor: int
+    owner: int
     namespace: int
     op: Operation
 
 
-class Start(Entry, tag=2):
-    """A server starts, with these limits: nobody is connected, and visitors are gone."""
+class StartServer(Entry, tag=2):
+    """A server starts with these limits: all sessions are detached, connections without a session are gone."""
 
     version: int
     identity: bytes
-    """The identity of the store, if it is new; one that exists keeps its own."""
+    """The identity of the store if it is new; an existing store keeps its own."""
 
     max_bytes: int
     max_answer_bytes: int
@@ -71,8 +72,8 @@ class Start(Entry, tag=2):
     max_sessions: int
 
 
-class Open(Entry, tag=3):
-    """A client without a session connects; where it chose the id and the session is there, it comes back to it."""
+class OpenSession(Entry, tag=3):
+    """A client without a session connects; if it chose the id and that session exists, it resumes it."""
 
     id: bytes
     name: str
@@ -80,42 +81,42 @@ class Open(Entry, tag=3):
     former: list[bytes]
 
 
-class Attach(Entry, tag=4):
-    """A client comes back to its session, by its id, and has seen pushes up to a number."""
+class AttachSession(Entry, tag=4):
+    """A client resumes its session by id; it has seen pushes up to `pushes_seen`."""
 
     id: bytes
     namespace: int
     pushes_seen: int
 
 
-class Detach(Entry, tag=5):
-    """The connection of a session, or of a visitor, is gone."""
+class DetachOwner(Entry, tag=5):
+    """The connection of a session, or one without a session, is gone."""
 
     owner: int
 
 
-class End(Entry, tag=6):
-    """The grace of a session is over."""
+class EndSession(Entry, tag=6):
+    """The grace period of a session is over."""
 
     session: int
 
 
-class TimeOut(Entry, tag=7):
-    """The time of a request that waits is over, or of a turn that was not used."""
+class TimeOutRequest(Entry, tag=7):
+    """A waiting request has timed out, or a turn was not used in time."""
 
     owner: int
     number: int
 
 
-class Lapse(Entry, tag=8):
-    """The heartbeat of a lease, asked for by the request of that number, has stopped."""
+class ExpireLease(Entry, tag=8):
+    """The heartbeat of a lease has stopped; `number` is the request that took the lease."""
 
     session: int
     key: bytes
     number: int
 
 
-class Fire(Entry, tag=9):
+class FireTimer(Entry, tag=9):
     """A timer of a shared object is due."""
 
     namespace: int
@@ -124,14 +125,14 @@ class Fire(Entry, tag=9):
     timer: int
 
 
-class GoOn(Entry, tag=10):
-    """A deletion that is under way, by prefix or of an ended session's leases, deletes another slice."""
+class ContinueDelete(Entry, tag=10):
+    """Another slice of a large change: a deletion by prefix, or of an ended session's leases, or answers of waits."""
 
     namespace: int
 
 
 class OpenNamespace(Entry, tag=11):
-    """A round of a run gets a namespace, which ends that of the run's earlier round."""
+    """Open the namespace of a run's round, and close that of the run's earlier round."""
 
     name: str
     scope: int
@@ -139,25 +140,25 @@ class OpenNamespace(Entry, tag=11):
 
 
 class CloseNamespace(Entry, tag=12):
-    """A namespace is dropped, with all that is in it."""
+    """A namespace is dropped with all of its content."""
 
     namespace: int
 
 
 class Arrivals(Entry, tag=13):
-    """Arrivals of several sessions at one shared object, which came in one message, in their order."""
+    """Arrivals of several sessions at one shared object, received in one message, in order."""
 
     sessions: list[int]
     ops: list[Act]
 
 
 AnyEntry = (
-    Request | Visit | Start | Open | Attach | Detach | End | TimeOut | Lapse | Fire | GoOn | OpenNamespace |
-    CloseNamespace | Arrivals
+    SessionRequest | ConnectionRequest | StartServer | OpenSession | AttachSession | DetachOwner | EndSession
+    | TimeOutRequest | ExpireLease | FireTimer | ContinueDelete | OpenNamespace | CloseNamespace | Arrivals
 )  # fmt: skip
 
 encode = msgspec.msgpack.Encoder().encode
-"""Return an entry as a record of the log."""
+"""Return an entry as a log record."""
 
 decode = msgspec.msgpack.Decoder(AnyEntry).decode
-"""Read a record of the log; raise msgspec.ValidationError or DecodeError where it is none."""
+"""Decode a log record; raise msgspec.ValidationError or DecodeError if it is malformed."""

@@ -1,12 +1,12 @@
 """Every operation of a store, once, as a typed record.
 
-An operation is data: an engine, a session and every backend `execute` it, the codecs of `protocol/` read it from bytes
-and write its answer, and a log keeps it. Its encoding (a msgpack array: tag, number, arguments) is the native
-protocol's request and the log's entry, so a change of a field is a change of both.
+An operation is data: an engine, a session and every backend `execute` it, the codecs of `protocol/` decode it and
+encode its answer, and a log stores it. Its encoding (a msgpack array: tag, number, arguments) is both the native
+protocol's request and the log's entry, so changing a field changes both.
 
-`number` identifies a request within its session; it is 0 where nobody needs to refer to it. `changes` says whether
-the operation can change the state: one that cannot needs no log entry, and may run again after a cut.
-Durations are in seconds; `timeout_s` 0 means do not wait.
+`number` identifies a request within its session; it is 0 if nothing refers to it. `changes` says whether the operation
+can change the state: if not, it needs no log entry, and may run again after a lost connection. Durations are in
+seconds; `timeout_s` 0 means do not wait.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from typing import Annotated, ClassVar
 
 from msgspec import Meta, Struct
 
-from rallypoint.core import barrier, exchange, lock, rendezvous, roster
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from rallypoint.core.machine import Name
+from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous
+from rallypoint.core.machines.machine import Name
 
 __all__ = ["MAX_OPEN", "MAX_WAIT_S", "Op", "Operation"]
 
@@ -25,7 +25,7 @@ MAX_OPEN = 65_536
 """How many requests of a session may be open at once."""
 
 MAX_WAIT_S = 1e9
-"""The longest wait that can be asked for."""
+"""The longest timeout that a request may have."""
 
 Key = Annotated[bytes, Meta(max_length=MAX_KEY_BYTES + 1)]
 Value = Annotated[bytes, Meta(max_length=MAX_VALUE_BYTES)]
@@ -41,7 +41,7 @@ class Op(Struct, array_like=True, gc=False):
 
     changes: ClassVar[bool] = True
     verb: ClassVar[str] = ""
-    """The public method behind it, as errors name it."""
+    """The public method behind it, as named in errors."""
 
 
 class Set(Op, tag=1):
@@ -105,7 +105,7 @@ class Append(Op, tag=8):
 
 
 class CompareSet(Op, tag=9):
-    """As PyTorch has it: an empty expectation may create; on a missing key any other is the answer."""
+    """PyTorch's semantics: an empty `expected` may create the key; if it is missing, any other is the answer."""
 
     key: Key
     expected: Value
@@ -114,7 +114,7 @@ class CompareSet(Op, tag=9):
     verb = "compare_set"
 
 
-class Swap(Op, tag=10):
+class CompareSwap(Op, tag=10):
     key: Key
     expected: Value | None
     desired: Value
@@ -161,7 +161,7 @@ class Pop(Op, tag=16):
     verb = "queue_pop"
 
 
-class Take(Op, tag=17):
+class BlockingPop(Op, tag=17):
     """Wait in line for an item of a queue."""
 
     key: Key
@@ -178,7 +178,7 @@ class QueueLen(Op, tag=18):
 
 
 class Arrive(Op, tag=19):
-    """Count an arrival on a key, and wait until there are `size`; one that gives up is taken back."""
+    """Count an arrival on a key, and wait until there are `size`; an arrival that gives up is taken back."""
 
     key: Key
     size: Int64
@@ -187,8 +187,8 @@ class Arrive(Op, tag=19):
     verb = "barrier"
 
 
-class Lease(Op, tag=20):
-    """Bind a key to the session, and if `ttl_s` is not 0, to its heartbeat too."""
+class SetLease(Op, tag=20):
+    """Bind a key to the session and, if `ttl_s` is not 0, to its heartbeat too."""
 
     key: Key
     value: Value
@@ -197,14 +197,14 @@ class Lease(Op, tag=20):
     verb = "lease"
 
 
-class Unlease(Op, tag=21):
+class ReleaseLease(Op, tag=21):
     key: Key
 
     verb = "lease"
 
 
-class Watch(Op, tag=22):
-    """Answered by nil; what changes from then on comes as pushes."""
+class WatchPrefix(Op, tag=22):
+    """Answered by nil; later changes arrive as pushes."""
 
     prefix: Key
 
@@ -212,13 +212,13 @@ class Watch(Op, tag=22):
 
 
 class Drop(Op, tag=23):
-    """Give up an earlier request of this session: a wait, which then stays unanswered, a watch, or a turn."""
+    """Drop an earlier request of this session: a wait, which then stays unanswered, a watch, or a turn."""
 
     target: int
 
 
 class Confirm(Op, tag=24):
-    """Not numbered or answered: all requests up to `last` but the open ones were answered, all pushes seen."""
+    """Not numbered or answered: all requests up to `last` except `open` were answered, and `pushes` were seen."""
 
     last: int
     open: Annotated[list[int], Meta(max_length=MAX_OPEN)]
@@ -230,29 +230,30 @@ class Ping(Op, tag=25):
 
 
 class Bye(Op, tag=26):
-    """End the session now, without grace."""
+    """End the session now, without a grace period."""
 
 
-class Beat(Op, tag=27):
-    """Not numbered or answered: keep the leases that have a time to live for another one."""
+class SessionHeartbeat(Op, tag=27):
+    """Not numbered or answered: renew the leases that have a time to live."""
 
     changes = False
 
 
 Commands = (
-    barrier.Arrive | barrier.Withdraw | barrier.Leave | barrier.Stay
-    | exchange.Give | exchange.TakeBack
-    | lock.Acquire | lock.Look | lock.Release
-    | roster.Join | roster.Leave | roster.Watch | roster.Look
-    | rendezvous.Join | rendezvous.Withdraw | rendezvous.Leave | rendezvous.Watch
-    | rendezvous.Close | rendezvous.Open | rendezvous.Look
+    barrier.BarrierArrive | barrier.BarrierWithdraw | barrier.BarrierLeave | barrier.BarrierUndoLeave
+    | exchange.ExchangeGive | exchange.ExchangeWithdraw
+    | lock.LockAcquire | lock.LockQuery | lock.LockRelease
+    | membership.MembershipJoin | membership.MembershipLeave | membership.MembershipWatch | membership.MembershipQuery
+    | rendezvous.RendezvousJoin | rendezvous.RendezvousWithdraw | rendezvous.RendezvousLeave
+    | rendezvous.RendezvousWatch | rendezvous.RendezvousClose | rendezvous.RendezvousReopen | rendezvous.RendezvousQuery
+    | rendezvous.RendezvousEvict
 )  # fmt: skip
-"""What can be asked of a shared object."""
+"""All commands to shared objects."""
 
 
 class Act(Op, tag=28):
-    """A command to a shared object. `call` identifies it among the session's calls, and is the same again when its
-    caller has heard why it waits, and waits on."""
+    """A command to a shared object. `call` identifies it among the session's calls; a caller that has received the
+    reason for its wait and continues to wait repeats it."""
 
     name: Key
     member: Name
@@ -261,11 +262,11 @@ class Act(Op, tag=28):
     timeout_s: Seconds
 
 
-class Await(Op, tag=29):
-    """Wait until a key exists (nil), or in line for the turn to draw an item of that queue (a `Turn`).
+class WaitOrTurn(Op, tag=29):
+    """Wait until a key exists (nil), or in line for the turn to pop an item of that queue (a `Turn`).
 
-    For PyTorch's clients, which pop in two steps. The turn ends with `Draw` or `Drop`. With a `limit`, answered by the
-    value of the key where that is no longer: a client that waits for a key mostly gets it next."""
+    For PyTorch's clients, which pop in two steps. The turn ends with `TurnPop` or `Drop`. With a `limit`, answered by
+    the key's value if it is not longer: a client that waits for a key usually gets it next."""
 
     key: Key
     limit: Annotated[int, Meta(ge=0, le=MAX_VALUE_BYTES)] = 0
@@ -273,10 +274,10 @@ class Await(Op, tag=29):
     verb = "wait"
 
 
-class Draw(Op, tag=30):
-    """Take the first item of a queue, by right of the turn of an earlier `Await` if there was one (else 0).
+class TurnPop(Op, tag=30):
+    """Take the first item of a queue, using the turn of an earlier `WaitOrTurn` if there was one (else 0).
 
-    Answered by the queue's length before, and the item, or nil where there is none."""
+    Answered by the queue's length before the pop, and the item, or nil if there is none."""
 
     key: Key
     turn: int = 0
@@ -285,7 +286,7 @@ class Draw(Op, tag=30):
 
 
 class Peek(Op, tag=31):
-    """Answered by the value of a key as it is now, nil where it is missing."""
+    """Answered by the current value of a key, nil if it is missing."""
 
     key: Key
 
@@ -294,7 +295,7 @@ class Peek(Op, tag=31):
 
 
 class MultiPeek(Op, tag=32):
-    """Answered by the values of keys as they are now, nil for each that is missing."""
+    """Answered by the current values of keys, nil for each missing one."""
 
     keys: Keys
 
@@ -303,8 +304,8 @@ class MultiPeek(Op, tag=32):
 
 
 Operation = (
-    Set | Get | Add | Check | Wait | MultiGet | MultiSet | Append | CompareSet | Swap | Delete | DeletePrefix | Count
-    | List | Push | Pop | Take | QueueLen | Arrive | Lease | Unlease | Watch | Drop | Confirm | Ping | Bye | Beat |
-    Act | Await | Draw | Peek | MultiPeek
+    Set | Get | Add | Check | Wait | MultiGet | MultiSet | Append | CompareSet | CompareSwap | Delete | DeletePrefix
+    | Count | List | Push | Pop | BlockingPop | QueueLen | Arrive | SetLease | ReleaseLease | WatchPrefix | Drop
+    | Confirm | Ping | Bye | SessionHeartbeat | Act | WaitOrTurn | TurnPop | Peek | MultiPeek
 )  # fmt: skip
-"""Every operation: what a request or a log entry may hold."""
+"""Every operation: the possible content of a request or a log entry."""

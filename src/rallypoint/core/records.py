@@ -1,7 +1,7 @@
-"""What comes out of the engine: plain answers, and the handles of what an owner holds.
+"""The engine's output: plain answers, and the handles that owners hold.
 
-`Waiter`, `Watch` and `Turn` are what an owner can hold. They are compared by identity; in a log and in a snapshot they
-are named by their owner and their number, which is that of the operation that made them.
+An owner holds `Waiter`, `WatchHandle` and `Turn` handles. They are compared by identity; a log or a snapshot names them
+by owner and by the number of the operation that created them.
 """
 
 from __future__ import annotations
@@ -10,49 +10,51 @@ from collections.abc import Hashable, Iterator, Sequence
 from enum import Enum, auto
 from typing import Any, NamedTuple
 
-from rallypoint.core.machine import Done, Refused, Waiting
-from rallypoint.errors import StoreError
+from rallypoint.core.costs import WAIT_BYTES, WAITED_KEY_BYTES
+from rallypoint.core.long_value import LongValue
+from rallypoint.core.machines.machine import Done, Refused, Waiting
+from rallypoint.errors import StoreError, WithFields
 
 __all__ = [
     "LATER",
     "Answer",
-    "Drawn",
+    "PopResult",
     "Event",
     "InternalError",
     "Packed",
-    "Push",
-    "Shared",
+    "PushedEvent",
+    "SharedAnswer",
     "Statistics",
-    "Status",
+    "ReplyStatus",
     "Swap",
     "TimedOut",
     "Turn",
-    "Want",
+    "WaitKind",
     "Waiter",
-    "Watch",
+    "WatchHandle",
     "internal_error",
     "pack",
     "show",
-    "weigh",
+    "size_of",
 ]
 
 
 def show(key: bytes) -> str:
-    """Return a key as text for people."""
+    """Return a key as readable text."""
     return key.decode("utf-8", "backslashreplace")
 
 
-class InternalError(StoreError):
-    """A request or an entry could not be carried out, because of a bug."""
+class InternalError(WithFields, StoreError):
+    """A request or a log entry failed because of a bug."""
 
     why: str
 
-    def __init__(self, *, why: str) -> None:
-        super().__init__(f"internal error of the server, please report it: {why}", why=why)
+    def _sentence(self) -> str:
+        return f"internal server error, please report it: {self.why}"
 
 
 def internal_error(error: Exception, doing: str) -> InternalError:
-    """Return what to answer after a bug: the same words at every replay, so without what an error's own may have."""
+    """Return the answer to a request that hit a bug. A replay must reproduce it, so it omits the error's own text."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -60,7 +62,7 @@ def internal_error(error: Exception, doing: str) -> InternalError:
     return InternalError(why=f"{type(error).__name__}{where}, during {doing}")
 
 
-class Status:
+class ReplyStatus:
     """How a request ended."""
 
     OK, TIMED_OUT, ERROR, REFUSED = range(4)
@@ -71,22 +73,22 @@ DONE, REFUSED, WAITING = range(3)
 
 
 class Swap(NamedTuple):
-    """What `swap` did: whether it won, and the value that is there now (None: no such key)."""
+    """The answer of `swap`: whether it won, and the current value (None: no such key)."""
 
     won: bool
     value: bytes | None
 
 
 class TimedOut(NamedTuple):
-    """The answer of a wait that ended by its deadline: what was still missing."""
+    """The answer of a wait that timed out: the keys still missing."""
 
     missing: tuple[bytes, ...]
     down: str = ""
-    """What is known of the server, where nobody could say what is missing because it was down."""
+    """The known state of the server, if it was down, so that the missing keys are unknown."""
 
 
-class Drawn(NamedTuple):
-    """The answer of `Draw`: the queue's length before, and the item (None: the queue was empty)."""
+class PopResult(NamedTuple):
+    """The answer of `TurnPop`: the queue's length before the pop, and the item (None: the queue was empty)."""
 
     length: int
     item: bytes | None
@@ -100,7 +102,7 @@ class Event(NamedTuple):
     value: bytes | None
 
 
-class Push(NamedTuple):
+class PushedEvent(NamedTuple):
     """An event for a watch, numbered within its session."""
 
     push: int
@@ -108,7 +110,7 @@ class Push(NamedTuple):
     event: Event
 
 
-class Want(Enum):
+class WaitKind(Enum):
     """What a waiter waits for."""
 
     KEYS = auto()
@@ -121,15 +123,16 @@ class Want(Enum):
 
 
 class Waiter:
-    """One request that waits, compared by identity.
+    """One waiting request, compared by identity.
 
-    `key` is the missing key that it is registered under, and `rest` has the next ones, of which some may have come
-    since it was made, when there were so many `removals`; `arrived`: a barrier has counted it.
+    `key` is the missing key that the waiter is registered under; `rest` yields the next candidates, some of which may
+    exist by now. `removals` is the engine's removal count when `rest` was built. `arrived`: a barrier has counted this
+    waiter.
     """
 
     __slots__ = ("arrived", "done", "key", "keys", "need", "number", "owner", "removals", "rest", "want")
 
-    def __init__(self, want: Want, keys: Sequence[bytes], owner: Hashable, number: int) -> None:
+    def __init__(self, want: WaitKind, keys: Sequence[bytes], owner: Hashable, number: int) -> None:
         self.want = want
         self.keys = keys
         self.owner = owner
@@ -140,21 +143,21 @@ class Waiter:
         self.need = 0
         self.arrived = False
         self.done = 0
-        """Of a delete_prefix under way: how many it has deleted."""
+        """For a `DeletePrefix` in progress: how many keys and queues it has deleted."""
 
     @property
     def reads(self) -> bool:
-        """Whether it only reads, and so is no part of the state."""
-        return self.want is Want.KEYS or self.want is Want.VALUES
+        """Whether it only reads, and so is not part of the state."""
+        return self.want is WaitKind.KEYS or self.want is WaitKind.VALUES
 
     @property
-    def size(self) -> int:
-        """The bytes of its keys."""
-        return sum(map(len, self.keys))
+    def cost(self) -> int:
+        """The bytes charged for it."""
+        return WAIT_BYTES + WAITED_KEY_BYTES * len(self.keys) + sum(map(len, self.keys))
 
 
-class Watch:
-    """One interest in the changes of keys that start with a prefix; compared by identity."""
+class WatchHandle:
+    """A watch on the keys that start with a prefix; compared by identity."""
 
     __slots__ = ("number", "owner", "prefix")
 
@@ -165,7 +168,7 @@ class Watch:
 
 
 class Turn:
-    """The right to draw the next item of a queue, given to one that waited in line for it."""
+    """The right to pop the next item of a queue, granted to a waiter in line."""
 
     __slots__ = ("aged", "key", "number", "owner")
 
@@ -174,11 +177,11 @@ class Turn:
         self.owner = owner
         self.number = number
         self.aged = False
-        """Whether it was there at the last sweep already; no part of the state."""
+        """Whether the last sweep already saw it; not part of the state."""
 
 
-class Shared:
-    """An answer to many, encoded, of which there is to be one copy; and how many sessions keep it."""
+class SharedAnswer:
+    """An encoded answer to many requests, kept as one copy; `holders` counts the sessions that keep it."""
 
     __slots__ = ("data", "holders")
 
@@ -188,14 +191,14 @@ class Shared:
 
 
 class Packed(NamedTuple):
-    """An answer as plain data: what is restored of a snapshot, or of an answer that was kept."""
+    """An answer as plain data, restored from a snapshot or from a kept answer."""
 
     status: int
     result: Any
 
 
 class _Later:
-    """The answer is not there yet."""
+    """The answer is not available yet."""
 
     def __repr__(self) -> str:
         return "LATER"
@@ -205,70 +208,70 @@ LATER = _Later()
 """Returned for a request whose answer comes later, or never."""
 
 Answer = (
-    None | bool | int | bytes | list[bytes] | tuple[bytes, ...] | list[bytes | None] | Swap | Drawn | Turn | TimedOut
-    | Event | Push | Done | Refused | Waiting | StoreError | Packed
+    None | bool | int | bytes | list[bytes] | tuple[bytes, ...] | list[bytes | None] | Swap | PopResult | Turn
+    | TimedOut | Event | PushedEvent | Done | Refused | Waiting | StoreError | Packed
 )  # fmt: skip
-"""What an operation answers, a wait ends with, or a watch delivers."""
+"""Everything that an operation returns, a wait ends with, or a watch delivers."""
 
 
 def pack(answer: Any) -> Packed:
     """Return an answer as plain data: a status, and a result that msgpack can hold."""
     kind = answer.__class__
     if kind in _PLAIN:
-        return Packed(Status.OK, answer)
+        return Packed(ReplyStatus.OK, answer)
     if kind is Packed:
         packed: Packed = answer
         return packed
     if kind is TimedOut:
-        return Packed(Status.TIMED_OUT, answer.missing)
+        return Packed(ReplyStatus.TIMED_OUT, answer.missing)
     if kind is Done:
-        return Packed(Status.OK, (DONE, answer.answer))
+        return Packed(ReplyStatus.OK, (DONE, answer.answer))
     if kind is Refused:
-        return Packed(Status.OK, (REFUSED, *answer))
+        return Packed(ReplyStatus.OK, (REFUSED, *answer))
     if kind is Waiting:
-        return Packed(Status.OK, (WAITING, *answer))
+        return Packed(ReplyStatus.OK, (WAITING, *answer))
     if kind is Turn:
-        return Packed(Status.OK, True)
+        return Packed(ReplyStatus.OK, True)
     assert isinstance(answer, StoreError)
-    return Packed(Status.ERROR, (kind.__name__, answer.__dict__))
+    return Packed(ReplyStatus.ERROR, (kind.__name__, answer.__dict__))
 
 
-def weigh(answer: Any) -> int:
-    """Return about how many bytes an answer takes; near enough for a limit."""
+def size_of(answer: Any) -> int:
+    """Return the approximate size of an answer in bytes; accurate enough for a limit."""
     kind = answer.__class__
     if kind in _SMALL:
         return 16
-    if kind is bytes:
+    if kind is bytes or kind is LongValue:
         return 16 + len(answer)
     if kind is list or kind is tuple:
         return 16 + 8 * len(answer) + sum(map(len, filter(None, answer)))
-    if kind is Swap or kind is Drawn:
-        return 16 + sum(8 + len(part) if part.__class__ is bytes else 8 for part in answer)
+    if kind is Swap or kind is PopResult:
+        return 16 + sum(8 + len(part) if part.__class__ in (bytes, LongValue) else 8 for part in answer)
     if kind is TimedOut:
         return 16 + sum(8 + len(key) for key in answer.missing)
-    if kind is Done and answer.answer.__class__ is Shared:
+    if kind is Done and answer.answer.__class__ is SharedAnswer:
         return 16 + len(answer.answer.data)
-    if kind is Waiting:  # which may name very many
+    if kind is Waiting:  # it may list very many names
         return 80 + len(answer.reason) + sum(8 * len(names) + sum(map(len, names)) for names in answer[1:3])
     if kind is Packed:
-        return 16 + _weigh_plain(answer.result)
-    return 16 + _weigh_plain(pack(answer).result)
+        return 16 + _plain_size(answer.result)
+    return 16 + _plain_size(pack(answer).result)
 
 
-def _weigh_plain(data: Any) -> int:
+def _plain_size(data: Any) -> int:
     if isinstance(data, (bytes, str)):
         return 8 + len(data)
-    if isinstance(data, Shared):
+    if isinstance(data, SharedAnswer):
         return len(data.data)
     if isinstance(data, dict):
-        return 8 + sum(_weigh_plain(key) + _weigh_plain(value) for key, value in data.items())
+        return 8 + sum(_plain_size(key) + _plain_size(value) for key, value in data.items())
     if isinstance(data, (list, tuple)):
-        return 8 + sum(map(_weigh_plain, data))
+        return 8 + sum(map(_plain_size, data))
     return len(data) if hasattr(data, "__len__") else 8
 
 
 _SMALL = frozenset((int, bool, type(None)))
-_PLAIN = _SMALL | {bytes, list, tuple, Swap, Drawn}
+_PLAIN = _SMALL | {bytes, LongValue, list, tuple, Swap, PopResult}
 
 
 class Statistics(NamedTuple):

@@ -1,17 +1,17 @@
 """A state as a sequence of byte chunks, and back: `write(state)`, `read(chunks)`, `fold(chunks, records)`.
 
 Rules
-- A restored state goes on exactly as the original: the same entries bring the same answers, and the same snapshot, byte
-  for byte. So every order that decides something later is written down (who waits first in a queue, which lease
-  of a session ends first), and every order that decides nothing is written sorted: a live server has reads under
-  way, which a replay has not, and both must write the same.
-- Reads that wait are left out, for clients repeat them; so is everything that a clock or a connection gave.
-- A chunk is about a megabyte at most, unless a single value or machine is longer: a large state is never in memory
-  twice. So whatever there may be many of is a section: chunks of one kind, of as many rows as fit.
-- Sizes are written, not counted anew: what an answer is counted with may depend on how it was made.
+- A restored state continues exactly as the original: the same entries produce the same answers, and the same snapshot,
+  byte for byte. So every order that has a later effect is written as it is (the waiters of a queue, the leases of a
+  session), and every order without effect is written sorted: a live server has reads in progress, which a replay has
+  not, and both must write the same bytes.
+- Waiting reads are left out, because clients repeat them; so is everything that came from a clock or a connection.
+- A chunk is at most about a megabyte, unless a single value or machine is longer: a large state is never in memory
+  twice. So every large collection is a section: chunks of one kind, each with as many rows as fit.
+- Sizes are written, not recomputed: the size charged for an answer may depend on how it was made.
 
-Rejected: a snapshot as the entries that would make the state. Turns, half-done deletions and the numbers of shared
-objects have histories of their own, which no few entries can tell.
+Rejected: a snapshot as entries that recreate the state. Turns, half-done deletions and the numbers of shared objects
+have histories of their own, which a few entries cannot express.
 """
 
 from __future__ import annotations
@@ -23,23 +23,33 @@ from typing import Any
 import msgspec
 
 from rallypoint.core import entries
-from rallypoint.core.call_waiter import CallWaiter
+from rallypoint.core.calls.call_waiter import CallWaiter
+from rallypoint.core.connection_owner import ConnectionOwner
+from rallypoint.core.ended_waits import Released
 from rallypoint.core.engine import Engine
-from rallypoint.core.key_index import KeyIndex
-from rallypoint.core.machine import Call, Done, Machine, Refused
+from rallypoint.core.index.key_index import KeyIndex
+from rallypoint.core.long_value import LongValue
+from rallypoint.core.machines.machine import Call, Done, Machine, Refused
 from rallypoint.core.objects import Objects
 from rallypoint.core.ops import Commands
-from rallypoint.core.records import Event, Packed, Push, Shared, Turn, Waiter, Want, Watch, pack
+from rallypoint.core.records import Event, Packed, PushedEvent, SharedAnswer, Turn, Waiter, WaitKind, WatchHandle, pack
 from rallypoint.core.session import Session
-from rallypoint.core.state import MACHINES, Limits, Namespace, OtherVersion, State
-from rallypoint.core.visitor import Visitor
+from rallypoint.core.state import MACHINES, Namespace, OtherVersion, State, StateLimits
 
 __all__ = ["CHUNK_BYTES", "fold", "read", "write"]
 
 CHUNK_BYTES = 1024 * 1024
-"""About how large a chunk is."""
+"""The approximate size of a chunk."""
 
-_encode = msgspec.msgpack.Encoder().encode
+
+def _join(value: Any) -> bytes:
+    """Encode a value in parts as any other."""
+    if not isinstance(value, LongValue):
+        raise TypeError(f"cannot encode {type(value).__name__}")
+    return bytes(value)
+
+
+_encode = msgspec.msgpack.Encoder(enc_hook=_join).encode
 _decode = msgspec.msgpack.Decoder().decode
 _machine_of: dict[str, Callable[[bytes], Machine]] = {
     kind: msgspec.msgpack.Decoder(machine).decode for kind, machine in MACHINES.items()
@@ -47,7 +57,7 @@ _machine_of: dict[str, Callable[[bytes], Machine]] = {
 
 
 def fold(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
-    """Return the snapshot of what records make of a snapshot (None: of nothing)."""
+    """Return the snapshot that results from applying records to a snapshot (None: to an empty state)."""
     state = State() if chunks is None else read(chunks)
     for record in records:
         state.apply(entries.decode(record))
@@ -67,8 +77,8 @@ def write(state: State) -> Iterator[bytes]:
     shared: dict[int, int] = {}
     for session in state.sessions.values():
         yield from _write_session(session, shared)
-    for _, visitor in sorted(state.visitors.items()):
-        yield _encode(("visitor", visitor.serial, visitor.namespace))
+    for _, connection in sorted(state.connection_owners.items()):
+        yield _encode(("visitor", connection.serial, connection.namespace))
     for namespace in state.namespaces.values():
         yield from _write_held(namespace.id, namespace.engine)
         yield from _write_objects(namespace.id, namespace.objects)
@@ -91,7 +101,7 @@ def _text_in(row: Iterable[Any]) -> int:
 
 
 def _chunks(kind: str, owner: int, rows: Iterable[Any], size_of: Callable[[Any], int] = _text_in) -> Iterator[bytes]:
-    """Yield a section: chunks of a kind, each of as many rows as fit."""
+    """Yield a section: chunks of one kind, each with as many rows as fit."""
     chunk: list[Any] = []
     size = 0
     for row in rows:
@@ -121,7 +131,7 @@ def _write_session(session: Session, shared: dict[int, int]) -> Iterator[bytes]:
     yield from _chunks("taken", session.serial, ((number, *taken) for number, taken in session.taken.items()))
     yield from _chunks("ttls", session.serial, ((key, *ttl) for key, ttl in session.ttls.items()))
     for number, (answer, size) in session.kept.items():
-        if answer.__class__ is Done and answer.answer.__class__ is Shared:
+        if answer.__class__ is Done and answer.answer.__class__ is SharedAnswer:
             body = answer.answer
             if id(body) not in shared:
                 shared[id(body)] = len(shared)
@@ -134,7 +144,7 @@ def _write_session(session: Session, shared: dict[int, int]) -> Iterator[bytes]:
 
 
 def _write_held(namespace: int, engine: Engine) -> Iterator[bytes]:
-    """Yield what owners hold in an engine, and all orders in which they hold it."""
+    """Yield what owners hold in an engine, and every order in which they hold it."""
     owners = _by_serial(engine._held)
     held = ((owner.serial, *_handle(one)) for owner, mine in owners for one in mine if not _reads(one))
     yield from _chunks("held", namespace, held)
@@ -142,24 +152,36 @@ def _write_held(namespace: int, engine: Engine) -> Iterator[bytes]:
         in_order: Any = sorted(lines.items())
         yield from _chunks(kind, namespace, ((key, *ref) for key, line in in_order for ref in _refs(line)))
     gates = (
-        (key, need, *ref) for key, gate in sorted(engine._gates.items()) for need in gate for ref in _refs(gate[need])
+        (key, need, *ref)
+        for key, gate in sorted(engine._barriers.items())
+        for need in gate
+        for ref in _refs(gate[need])
     )
     yield from _chunks("gates", namespace, gates)
     leases = ((owner.serial, key) for owner, keys in _by_serial(engine._leased) for key in keys)
     yield from _chunks("leases", namespace, leases)
-    yield from _chunks("clearing", namespace, map(_deletion, engine.clearing))
+    jobs = [job for job in engine.clearing if isinstance(job, Released)]
+    released = ((at, *ref) for at, job in enumerate(jobs) for ref in _refs(_still_held(engine, job)))
+    yield from _chunks("released", namespace, released)
+    yield from _chunks("clearing", namespace, (_change(job, jobs) for job in engine.clearing))
 
 
 def _by_serial(owners: Any) -> list[tuple[Any, Any]]:
     return sorted(owners.items(), key=lambda item: int(item[0].serial))
 
 
-def _deletion(clearing: Any) -> tuple[int, int | None]:
-    """Name a deletion under way: a request, or the end of a session."""
-    return (clearing.serial, None) if not isinstance(clearing, Waiter) else _refs((clearing,))[0]
+def _change(job: Any, released: list[Released]) -> tuple[int, int | None, bytes | None]:
+    """Return the reference of a large change in progress: a request, the end of a session, or waits that are over."""
+    if isinstance(job, Released):
+        return 0, released.index(job), job.value
+    return (job.serial, None, None) if not isinstance(job, Waiter) else (*_refs((job,))[0], None)
 
 
-def _reads(handle: Waiter | Watch | Turn) -> bool:
+def _still_held(engine: Engine, released: Released) -> list[Waiter]:
+    return [waiter for waiter in released.waiters if waiter in engine._held.get(waiter.owner, ())]
+
+
+def _reads(handle: Waiter | WatchHandle | Turn) -> bool:
     return isinstance(handle, Waiter) and handle.reads
 
 
@@ -167,8 +189,8 @@ def _refs(handles: Iterable[Any]) -> list[tuple[int, int]]:
     return [(handle.owner.serial, handle.number) for handle in handles if not _reads(handle)]
 
 
-def _handle(handle: Waiter | Watch | Turn) -> tuple[Any, ...]:
-    if isinstance(handle, Watch):
+def _handle(handle: Waiter | WatchHandle | Turn) -> tuple[Any, ...]:
+    if isinstance(handle, WatchHandle):
         return ("watch", handle.number, handle.prefix)
     if isinstance(handle, Turn):
         return ("turn", handle.number, handle.key)
@@ -176,7 +198,7 @@ def _handle(handle: Waiter | Watch | Turn) -> tuple[Any, ...]:
 
 
 def _write_objects(namespace: int, objects: Objects) -> Iterator[bytes]:
-    for (machine, name), state in sorted(objects._machines.items(), key=lambda item: (item[0][0].kind, item[0][1])):
+    for (machine, name), state in sorted(objects.machines.items(), key=lambda item: (item[0][0].kind, item[0][1])):
         yield _encode(("machine", namespace, machine.kind, name, _encode(state)))
     calls = (
         (waiter.owner.serial, waiter.number, _encode(waiter.call), _encode(waiter.command), waiter.name, *rest)
@@ -194,8 +216,8 @@ def _write_objects(namespace: int, objects: Objects) -> Iterator[bytes]:
     yield from _chunks("idle", namespace, idle)
     timers = sorted((place[0].kind, place[1], *timer) for place, timer in objects.timers.items())
     yield from _chunks("timers", namespace, timers)
-    yield from _chunks("away", namespace, ((session,) for session in sorted(objects.doubts._away)))
-    doubts = ((*_place_key(held), *refusal) for held, refusal in objects.doubts._calls.items())
+    yield from _chunks("away", namespace, ((session,) for session in sorted(objects.contested._detached)))
+    doubts = ((*_place_key(held), *refusal) for held, refusal in objects.contested._calls.items())
     yield from _chunks("doubts", namespace, doubts)
 
 
@@ -208,46 +230,52 @@ def _place_key(held: Any) -> tuple[str, bytes, str]:
 
 
 def read(chunks: Iterable[bytes]) -> State:
-    """Return the state that chunks describe; raises OtherVersion, or ValueError where they are no whole snapshot."""
+    """Return the state that chunks describe; raise OtherVersion, or ValueError if the snapshot is incomplete."""
     reader = _Reader()
     for chunk in chunks:
         kind, *facts = _decode(chunk)
         getattr(reader, f"_{kind.replace(' ', '_')}")(*facts)
     if not reader.ended:
-        raise ValueError("the snapshot has no end")
+        raise ValueError("incomplete snapshot: the end is missing")
     return reader.state
 
 
 class Ended:
-    """A session that has ended, and of whose leases some are still to be deleted."""
+    """A session that has ended, some of whose leases are still to be deleted."""
 
     def __init__(self, serial: int) -> None:
         self.serial = serial
 
 
 class _Reader:
-    """Makes a state of the chunks of a snapshot, in their order."""
+    """Builds a state from the chunks of a snapshot, in order."""
 
     def __init__(self) -> None:
         self.state = State()
         self.ended = False
-        self._bodies: list[Shared] = []
+        self._bodies: list[SharedAnswer] = []
         self._handles: dict[tuple[int, int], Any] = {}
         self._ended: dict[int, Ended] = {}
+        self._over: dict[tuple[int, int], dict[Waiter, None]] = {}
 
     def _state(self, version: int, identity: bytes, limits: list[int], counters: list[int]) -> None:
         if version != entries.VERSION:
-            raise OtherVersion(f"a snapshot of version {version}, and this is version {entries.VERSION}")
+            raise OtherVersion(f"snapshot of version {version}; this server reads version {entries.VERSION}")
         self.state.identity = identity
-        self.state.set_limits(Limits(*limits))
+        self.state.set_limits(StateLimits(*limits))
         self.state.opened, self.state.last_namespace = counters
 
     def _namespace(self, identity: int, name: str, scope: int, number: int | None, revision: int, size: int) -> None:
-        namespace = self.state.add_namespace(Namespace(identity, name, scope, number))
+        namespace = self.state.add_namespace(Namespace(self.state.memory, identity, name, scope, number))
         namespace.engine.revision, namespace.engine.size = revision, size
+        self.state.memory.size += size
 
     def _values(self, namespace: int, pairs: list[tuple[bytes, bytes]]) -> None:
-        self._engine(namespace)._values.update(pairs)
+        engine = self._engine(namespace)
+        engine._values.update(pairs)
+        for key, value in pairs:
+            if len(value) > engine.long_bytes:
+                engine.hold_long(key, LongValue(value))
 
     def _items(self, namespace: int, items: list[tuple[bytes, bytes]]) -> None:
         queues = self._engine(namespace)._queues
@@ -270,7 +298,8 @@ class _Reader:
         session.highest, session.pushed = counters
 
     def _suspended(self, serial: int, rows: list[Any]) -> None:
-        self.state.sessions[serial].suspended.update((number, None) for (number,) in rows)
+        for (number,) in rows:
+            self.state.sessions[serial].suspend(number)
 
     def _taken(self, serial: int, rows: list[Any]) -> None:
         self.state.sessions[serial].taken.update((number, (key, item)) for number, key, item in rows)
@@ -279,7 +308,7 @@ class _Reader:
         self.state.sessions[serial].ttls.update((key, (ttl_s, number)) for key, ttl_s, number in rows)
 
     def _shared(self, index: int, data: bytes) -> None:
-        self._bodies.append(Shared(data))
+        self._bodies.append(SharedAnswer(data))
 
     def _kept_shared(self, serial: int, number: int, size: int, index: int) -> None:
         self._keep(serial, number, size, Done(self._bodies[index]))
@@ -295,10 +324,10 @@ class _Reader:
 
     def _pushes(self, serial: int, rows: list[Any]) -> None:
         for push, watch, *event in rows:
-            self.state.sessions[serial].keep_push(Push(push, watch, Event(*event)))
+            self.state.sessions[serial].keep_push(PushedEvent(push, watch, Event(*event)))
 
     def _visitor(self, serial: int, namespace: int) -> None:
-        self.state.visitors[serial] = Visitor(serial, namespace, self._engine(namespace))
+        self.state.connection_owners[serial] = ConnectionOwner(serial, namespace, self._engine(namespace))
 
     def _engine(self, namespace: int) -> Engine:
         return self.state.namespaces[namespace].engine
@@ -308,7 +337,11 @@ class _Reader:
             self._hold(self._engine(namespace), serial, kind, number, facts)
 
     def _waiting(self, namespace: int, rows: list[Any]) -> None:
-        self._line_up(self._engine(namespace)._waiting, rows)
+        engine = self._engine(namespace)
+        self._line_up(engine._waiting, rows)
+        for key, serial, number in rows:
+            if self._handles[serial, number].want is WaitKind.ITEM:
+                engine.item_lines[key] = None
 
     def _turns(self, namespace: int, rows: list[Any]) -> None:
         self._line_up(self._engine(namespace)._turns, rows)
@@ -319,7 +352,7 @@ class _Reader:
 
     def _gates(self, namespace: int, rows: list[Any]) -> None:
         for key, need, serial, number in rows:
-            self._line_up(self._engine(namespace)._gates.setdefault(key, {}), [(need, serial, number)])
+            self._line_up(self._engine(namespace)._barriers.setdefault(key, {}), [(need, serial, number)])
 
     def _line_up(self, lines: dict[Any, dict[Any, None]], rows: list[Any]) -> None:
         for key, serial, number in rows:
@@ -329,31 +362,40 @@ class _Reader:
         engine = self._engine(namespace)
         for serial, key in rows:
             owner = self.state.owner(serial) or self._ended.setdefault(serial, Ended(serial))
-            engine._lessee[key] = owner
+            engine._lease_owner[key] = owner
             engine._leased.setdefault(owner, {})[key] = None
 
+    def _released(self, namespace: int, rows: list[Any]) -> None:
+        for at, serial, number in rows:
+            self._over.setdefault((namespace, at), {})[self._handles[serial, number]] = None
+
     def _clearing(self, namespace: int, rows: list[Any]) -> None:
-        for serial, number in rows:
-            ended = number is None  # and of its leases others may have deleted the last
-            one: Any = self._ended.setdefault(serial, Ended(serial)) if ended else self._handles[serial, number]
+        for serial, number, value in rows:
+            one: Any
+            if not serial:
+                one = Released(self._over.get((namespace, number), {}), value)
+            elif number is None:  # others may have deleted the last of its leases
+                one = self._ended.setdefault(serial, Ended(serial))
+            else:
+                one = self._handles[serial, number]
             self._engine(namespace).clearing[one] = None
 
     def _hold(self, engine: Engine, serial: int, kind: str, number: int, facts: list[Any]) -> None:
         owner: Any = self.state.owner(serial)
         handle: Any
         if kind == "watch":
-            handle = owner.watches[number] = Watch(facts[0], owner, number)
+            handle = owner.watches[number] = WatchHandle(facts[0], owner, number)
         elif kind == "turn":
             handle = Turn(facts[0], owner, number)
-            if isinstance(owner, Visitor):
+            if isinstance(owner, ConnectionOwner):
                 owner.turn = handle
             else:
                 owner.turns[number] = handle
         else:
             key, need, arrived, done = facts
-            handle = Waiter(Want[kind], (key,), owner, number)
+            handle = Waiter(WaitKind[kind], (key,), owner, number)
             handle.need, handle.arrived, handle.done = need, arrived, done
-            if isinstance(owner, Visitor):
+            if isinstance(owner, ConnectionOwner):
                 owner.waiter = handle
             else:
                 owner.waiting[number] = handle
@@ -361,7 +403,7 @@ class _Reader:
         engine._held.setdefault(owner, {})[handle] = None
 
     def _machine(self, namespace: int, kind: str, name: bytes, state: bytes) -> None:
-        self._objects(namespace)._machines[MACHINES[kind], name] = _machine_of[kind](state)
+        self._objects(namespace).machines[MACHINES[kind], name] = _machine_of[kind](state)
 
     def _calls(self, namespace: int, rows: list[Any]) -> None:
         table = self._objects(namespace)._calls
@@ -395,11 +437,11 @@ class _Reader:
 
     def _away(self, namespace: int, rows: list[Any]) -> None:
         for (session,) in rows:
-            self._objects(namespace).doubts.away(session)
+            self._objects(namespace).contested.session_detached(session)
 
     def _doubts(self, namespace: int, rows: list[Any]) -> None:
         for kind, name, call, *refusal in rows:
-            self._objects(namespace).doubts._calls[(MACHINES[kind], name), call] = Refused(*refusal)
+            self._objects(namespace).contested._calls[(MACHINES[kind], name), call] = Refused(*refusal)
 
     def _end(self) -> None:
         for namespace in self.state.namespaces.values():

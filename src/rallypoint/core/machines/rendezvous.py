@@ -1,19 +1,19 @@
-"""The rendezvous machine: the nodes of a run form a round, and form another when somebody goes or comes.
+"""The rendezvous machine: the nodes of a run form a round, and form another when a node leaves or joins.
 
-A node joins and waits until it is in a round, of which everybody agrees who is in it and who has which rank. A round
-stands until one of its nodes is lost, leaves or comes again, or until others wait and there is room for them: then it
-is over, whoever watches is told why, and its nodes come again. Those who wait when a round has all that it may have are
-spares, and step in when there is a place, unless they came with `spare` off: those are refused.
+A node joins and waits until it is in a round; all nodes agree on the members of a round and their ranks. A round stands
+until one of its nodes is lost, leaves or rejoins, or until others wait and there is room for them: then it is over, its
+watchers learn why, and its nodes rejoin. Nodes that wait while a round is full are spares, which step in when a place
+is free, unless they joined with `spare` off: those are refused.
 
-Leaving closes nothing: only `Close` ends a run, with a result that reaches everybody, and `Open` begins another under
-the same name. The exception is a node that leaves in failure with fewer than the minimum left: that closes the run as
-failed. A node whose work is done leaves without ending the round for those who still work.
+Leaving closes nothing: only `RendezvousClose` ends a run, with a result that reaches all nodes, and `RendezvousReopen`
+begins another run of the same name. The exception: a node that leaves in failure with fewer than the minimum left
+closes the run as failed. A node whose work is done leaves without ending the round for the others.
 
-Who may join, and when a round is formed of whom, is decided in `core/gathering.py`.
+Which nodes may join, and when a round forms of which nodes, is decided in `core/policy/round_policy.py`.
 
-Last call, the time in which more may come once enough are here, needs a clock, which the machine has not: `alarm` says
-that one is set, by a number and for how long. Whoever hosts the machine lets it `ring` when that time has passed since
-it first saw that number, by its own clock.
+Last call, the time for more nodes to join once there are enough, needs a clock, which the machine lacks: `timer` has a
+number and a duration. The host starts the timer when it first sees the number, and calls `on_timer` when the duration
+has passed by the host's clock.
 """
 
 from __future__ import annotations
@@ -22,8 +22,7 @@ from typing import Annotated, Any
 
 from msgspec import Meta, field
 
-from rallypoint.core.gathering import Hold, Limits, Node, Refuse, Situation, chosen, decide, few, ranks_for, wait_s
-from rallypoint.core.machine import (
+from rallypoint.core.machines.machine import (
     MAX_MEMBERS,
     WAIT,
     Call,
@@ -37,43 +36,65 @@ from rallypoint.core.machine import (
     Undo,
     Waiting,
 )
+from rallypoint.core.policy.round_policy import (
+    Hold,
+    JoinedNode,
+    NodeLimits,
+    Refuse,
+    RoundSituation,
+    assign_ranks,
+    choose_nodes,
+    decide,
+    list_few,
+    wait_s,
+)
 
-__all__ = ["Close", "Join", "Leave", "Look", "Open", "Rendezvous", "Watch", "Withdraw"]
+__all__ = [
+    "RendezvousClose",
+    "RendezvousJoin",
+    "RendezvousLeave",
+    "RendezvousQuery",
+    "RendezvousEvict",
+    "RendezvousReopen",
+    "RendezvousMachine",
+    "RendezvousWatch",
+    "RendezvousWithdraw",
+]
 
 MAX_SETTINGS = 256
 MAX_TEXT = 1024
 PAST_BYTES = 120
-"""What it costs to remember a rank, beside its node's name; near enough for a limit."""
+"""The cost of remembering a rank, besides the node's name; accurate enough for a limit."""
 
 Text = Annotated[str, Meta(max_length=MAX_TEXT)]
 
 
-class Join(Command, tag="rendezvous.join"):
-    """Come, or come again, and wait for a round; answered by `[run, number, scope, rank, size, first, before, reason]`.
+class RendezvousJoin(Command, tag="rendezvous.join"):
+    """Join or rejoin, and wait for a round; answered by `[run, number, scope, rank, size, first, before, reason]`.
 
-    `scope` is a number that no other round of this name ever has, `before` that of the last round. `first` is the node
-    of rank 0: its name and its address.
+    `scope` is a number that no other round of this name ever has, `before` is the scope of the last round. `first` is
+    the name and the address of the node of rank 0.
     """
 
-    limits: Limits
+    limits: NodeLimits
     settings: Annotated[dict[Name, Text], Meta(max_length=MAX_SETTINGS)] = field(default_factory=dict)
-    """What all nodes must have the same."""
+    """Settings that must be the same on all nodes."""
 
     rank: Annotated[int, Meta(ge=-1, lt=MAX_MEMBERS)] = -1
-    """The rank that is asked for."""
+    """The requested rank."""
 
     host: Name = ""
     address: Name = ""
-    """Where others reach this node."""
+    """The address at which other nodes reach this node."""
 
     loopback: bool = False
-    """Whether it came over a loopback address, which only means something on its own machine."""
+    """Whether the node connected over a loopback address, which is valid on its own machine only."""
 
     run: int = -1
-    """The run that this node has been in, if any: one that was opened later is not for it."""
+    """The run that this node has been in, if any: it does not join a run opened later."""
 
     spare: bool = True
-    """Whether it waits for a place where a round has all of its nodes; else it is refused."""
+    """Whether the node waits for a place when a round is full; otherwise it is refused."""
 
     @property
     def weight(self) -> int:
@@ -82,143 +103,153 @@ class Join(Command, tag="rendezvous.join"):
         return texts + len(self.host) + len(self.address)
 
 
-class Withdraw(Undo, tag="rendezvous.withdraw"):
-    """Take back a join that still waits, or a watch; refused as these are where the run was closed before."""
+class RendezvousWithdraw(Undo, tag="rendezvous.withdraw"):
+    """Take back a waiting join, or a watch; refused, as these are, if the run was closed before."""
 
 
-class Leave(Undo, tag="rendezvous.leave"):
-    """Take back a join, also where it is in a round; answered by how many nodes are then left."""
+class RendezvousLeave(Undo, tag="rendezvous.leave"):
+    """Take back a join, even if it is in a round; answered by how many nodes are left."""
 
     failed: Text = ""
-    """Why this node failed, if it did: where fewer than the minimum are left, that closes the run."""
+    """Why this node failed, if it did: a failure with fewer than the minimum of nodes left closes the run."""
 
     done: bool = False
-    """Whether this node's work is done: then the round stands without it."""
+    """Whether this node's work is done: the round then stands without it."""
 
 
-class Watch(Command, tag="rendezvous.watch"):
-    """Wait while the round of that scope stands; answered by why it does not."""
+class RendezvousWatch(Command, tag="rendezvous.watch"):
+    """Wait while the round of that scope stands; answered by why it is over."""
 
     scope: int
 
 
-class Close(Command, tag="rendezvous.close"):
+class RendezvousClose(Command, tag="rendezvous.close"):
     """End the run with a result; answered by whether it was open."""
 
     result: Text
     reason: Text
 
 
-class Open(Command, tag="rendezvous.open"):
-    """Begin a new run where the last one was closed; answered by whether it was."""
+class RendezvousReopen(Command, tag="rendezvous.open"):
+    """Begin a new run if the last one was closed; answered by whether it was."""
 
 
-class Look(Command, tag="rendezvous.look"):
-    """Answer at once what there is: everything, or the nodes of the round of that scope, if it is the last."""
+class RendezvousQuery(Command, tag="rendezvous.look"):
+    """Answer the whole status at once, or the nodes of the round of that scope, if it is the last."""
 
     scope: int = 0
 
 
-class Rendezvous(Machine, kw_only=True):
-    """The round that stands or stood last, and who waits for the next."""
+class RendezvousEvict(Command, tag="rendezvous.evict"):
+    """Remove a node whose process does not respond from the round of that scope, if the node is still in it."""
+
+    scope: int
+    node: Name
+    reason: Text
+
+
+class RendezvousMachine(Machine, kw_only=True):
+    """The current or last round, and the nodes that wait for the next."""
 
     kind = "rendezvous"
-    comes_again = True
+    rejoins = True
 
     run: int = 0
-    """When it was opened; 0 for the first of its name."""
+    """The stamp at which the run was opened; 0 for the first run of its name."""
 
     number: int = 0
     scope: int = 0
     before: int = 0
     reason: str = ""
-    """Why the last round was formed."""
+    """Why the last round formed."""
 
     over: str = "no round has been formed yet"
-    """Why it does not stand; empty while it does."""
+    """Why the round is over; empty while it stands."""
 
-    limits: Limits = Limits()
+    limits: NodeLimits = NodeLimits()
     settings: dict[str, str] = field(default_factory=dict)
-    origin: Node | None = None
-    """Whose limits and settings these are."""
+    origin: JoinedNode | None = None
+    """The node that set these limits and settings."""
 
     ranks: dict[str, int] = field(default_factory=dict)
-    """The ranks of the last round, all of them."""
+    """The ranks of all nodes of the last round."""
 
-    nodes: dict[str, Node] = field(default_factory=dict)
-    """Those of the last round who are here and have not come again."""
+    nodes: dict[str, JoinedNode] = field(default_factory=dict)
+    """The live nodes of the last round that have not rejoined or left."""
 
     finished: dict[str, None] = field(default_factory=dict)
-    """Those of the last round who left when their work was done: their places are not free."""
+    """The nodes of the last round that left when their work was done: their places stay taken."""
 
-    waiting: dict[str, Node] = field(default_factory=dict)
+    waiting: dict[str, JoinedNode] = field(default_factory=dict)
     first: tuple[str, str] = ("", "")
     """Name and address of rank 0."""
 
     past: dict[str, int] = field(default_factory=dict)
-    """Ranks of nodes that were in earlier rounds."""
+    """Ranks of nodes of earlier rounds."""
 
     calls: dict[str, str] = field(default_factory=dict)
-    """The calls by which nodes are here, and their names."""
+    """The names of the nodes in the round and of those that wait, by join call."""
 
     asked: dict[int, str] = field(default_factory=dict)
-    """The ranks that nodes who are here asked for, and their names."""
+    """The names of the nodes in the round and of those that wait, by the rank that they requested."""
 
     spares: dict[str, None] = field(default_factory=dict)
-    """Those who wait and have seen a round stand without them."""
+    """The waiting nodes that have seen a round stand without them."""
 
     watchers: dict[str, Call] = field(default_factory=dict)
     last_call: int = 0
     closed: tuple[str, str] | None = None
-    """The result, and why it came to that."""
+    """The result of the run, and the reason for it."""
 
     waited: dict[str, None] = field(default_factory=dict)
-    """The calls that waited for a round when the run was closed: its result is theirs, too."""
+    """The calls that waited for a round when the run was closed: they receive its result, too."""
 
-    # What every machine has
+    # The machine interface
 
     def apply(self, call: Call, command: Command, stamp: int) -> Step:
-        """Join, leave, watch, close, open, or look."""
-        if isinstance(command, Join):
+        """Join, leave, watch, close, reopen, evict, or query."""
+        if isinstance(command, RendezvousJoin):
             return self._join(call, command, stamp)
-        if isinstance(command, Watch):
+        if isinstance(command, RendezvousWatch):
             return self._watch(call, command.scope)
         if isinstance(command, Undo):
             return self._take_back(call, command, stamp)
-        if isinstance(command, Close):
+        if isinstance(command, RendezvousClose):
             return self._close(command)
-        if isinstance(command, Open):
+        if isinstance(command, RendezvousReopen):
             return self._open(stamp)
-        assert isinstance(command, Look)
+        if isinstance(command, RendezvousEvict):
+            return self._evict(command, stamp)
+        assert isinstance(command, RendezvousQuery)
         return Step(Done(self._status() if not command.scope else self._table(command.scope)))
 
-    def lost(self, session: str, stamp: int) -> Step:
-        """Take out everything of a session; a round that loses a node is over."""
+    def session_ended(self, session: str, stamp: int) -> Step:
+        """Remove the nodes and watchers of a session; a round that loses a node is over."""
         watches = [call_id for call_id, call in self.watchers.items() if call.session == session]
         for call_id in watches:
             del self.watchers[call_id]
         waited = [node for node in self.waiting.values() if node.call.session == session]
         lost = [node for node in self.nodes.values() if node.call.session == session]
         for node in (*waited, *lost):
-            self._out(node)
+            self._remove(node)
         if not (watches or waited or lost):
             return Step(Done())
-        woken = self._end(f"lost {few([str(node.call) for node in lost])}") if lost else []
-        return self._formed(Done(), stamp, woken)
+        woken = self._end(f"lost {list_few([str(node.call) for node in lost])}") if lost else []
+        return self._form_if_due(Done(), stamp, woken)
 
-    def ring(self, alarm: int, stamp: int) -> Step:
-        """Form a round of those who are here: last call is over."""
-        if not alarm or alarm != self.last_call:
+    def on_timer(self, timer: int, stamp: int) -> Step:
+        """Form a round of the waiting nodes: last call has ended."""
+        if not timer or timer != self.last_call:
             return Step(Done())
-        return self._formed(Done(), stamp, [], last_call_over=True)
+        return self._form_if_due(Done(), stamp, [], last_call_over=True)
 
     @property
-    def alarm(self) -> tuple[int, float] | None:
-        """Last call, while it is on."""
+    def timer(self) -> tuple[int, float] | None:
+        """Last call, while it runs."""
         return (self.last_call, wait_s(self.limits, self.nodes)) if self.last_call else None
 
-    def keeps(self, call_id: str) -> bool:
-        """Say whether a call made a node that is here, or watches."""
+    def holds(self, call_id: str) -> bool:
+        """Return whether a call is a watch, or the join of a node that waits or is in the round."""
         return call_id in self.calls or call_id in self.watchers
 
     def sessions(self) -> set[str]:
@@ -226,31 +257,31 @@ class Rendezvous(Machine, kw_only=True):
         calls = [node.call for nodes in (self.nodes, self.waiting) for node in nodes.values()]
         return {call.session for call in [*calls, *self.watchers.values()]}
 
-    def why(self, call: Call) -> Waiting:
-        """Say what a node waits for."""
+    def explain(self, call: Call) -> Waiting:
+        """Return what a node waits for."""
         if call.id in self.watchers:
             return Waiting(f"round {self.number} stands: {self.reason}")
         spare = call.member in self.spares
         if not self.over:
-            reason = f"round {self.number} has all of its {self.limits.max_nodes} nodes; this one is a spare"
-            return Waiting(reason, stands_by=True)
+            reason = f"round {self.number} is full with {self.limits.max_nodes} nodes; this node is a spare"
+            return Waiting(reason, is_spare=True)
         latest = next(reversed(self.waiting.values()), None)
         joined = "" if latest is None else f"; last joined {latest.call}"
-        return Waiting(f"{decide(self._situation())[0]}{joined}", tuple(self.nodes), stands_by=spare)
+        return Waiting(f"{decide(self._situation())[0]}{joined}", tuple(self.nodes), is_spare=spare)
 
     @property
     def idle(self) -> bool:
-        """Whether nobody is here."""
+        """Whether there are no nodes and no watchers."""
         return not self.nodes and not self.waiting and not self.watchers
 
     @property
-    def lasts(self) -> bool:
-        """Whether there is a result, which those who come late must hear, or a round, whose ranks may be asked for."""
+    def persists_idle(self) -> bool:
+        """Whether there is a result that late nodes must learn, or a round whose ranks may be needed."""
         return self.closed is not None or self.run > 0 or self.number > 0
 
-    def put_away(self, most: int) -> int:
-        """Keep how the run stands; and while it is open, who had which rank lately."""
-        self.settings, self.waited = {}, {}  # the settings of whoever comes next are as good
+    def trim(self, most: int) -> int:
+        """Keep the status of the run and, while it is open, the recent ranks."""
+        self.settings, self.waited = {}, {}  # the next node brings its own settings
         if self.closed is not None:
             self.past = {}
         texts = (self.over, self.reason, *self.first, *(self.closed or ()))
@@ -264,98 +295,103 @@ class Rendezvous(Machine, kw_only=True):
 
     # Inside
 
-    def _join(self, call: Call, command: Join, stamp: int) -> Step:
+    def _join(self, call: Call, command: RendezvousJoin, stamp: int) -> Step:
         name = call.member
         waits, member = self.waiting.get(name), self.nodes.get(name)
         if waits is not None and waits.call.id == call.id:
-            return self._waits_on(waits, command)
+            return self._keep_waiting(waits, command)
         if member is not None and member.call.id == call.id:
             return Step(Done(self._round(name)))
         if self.closed is not None or 0 <= command.run < self.run:
-            return Step(self._refusal(call.id))
+            return Step(self._refuse_closed(call.id))
         stale = waits if waits is not None and waits.call.session in call.former else None
         taken = waits if stale is None else None
         other = taken or (member if member is not None and not call.owns(member.call) else None)
         if other is not None:
             return Step(Refused("NameTaken", {"member": name, "other": str(other.call)}))
-        node = Node(call, command.rank, command.host, command.address, command.loopback)
+        node = JoinedNode(call, command.rank, command.host, command.address, command.loopback)
         decision = decide(self._situation(node, command))
         if isinstance(decision, Refuse):
             return Step(Refused(decision.error, decision.fields))
         if member is None and not command.spare and self._full():
-            return Step(self._no_place(name))
+            return Step(self._refuse_full(name))
         if self.origin is None:
             self.limits, self.settings, self.origin = command.limits, command.settings, node
-        if not self.number:  # else it has been told to others
+        if not self.number:  # after the first round, other nodes know the run
             self.run = max(self.run, command.run)
         woken: list[Call] = []
         for own in filter(None, (stale, member)):
-            self._out(own)
+            self._remove(own)
         if member is not None:
-            woken = self._end(f"{call} came again")
+            woken = self._end(f"{call} rejoined")
         elif len(self.nodes) + len(self.finished) < self.limits.max_nodes:
-            woken = self._end(f"{call} waits, and there is room for it")
-        self._in(node)
-        step = self._formed(WAIT, stamp, woken, node)
+            woken = self._end(f"{call} is waiting, and the round has a free place")
+        self._add_waiting(node)
+        step = self._form_if_due(WAIT, stamp, woken, node)
         return step._replace(dropped=[*(own.call for own in (stale, member) if own is not None), *step.dropped])
 
-    def _waits_on(self, node: Node, command: Join) -> Step:
-        """Let a node wait that does, unless a round was formed without it and it is not to be a spare."""
+    def _keep_waiting(self, node: JoinedNode, command: RendezvousJoin) -> Step:
+        """Keep a node waiting, unless a round formed without it and it is not to be a spare."""
         if command.spare or not self._full():
             return Step(WAIT)
-        self._out(node)
-        return Step(self._no_place(node.name), True)
+        self._remove(node)
+        return Step(self._refuse_full(node.name), True)
 
     def _full(self) -> bool:
         """Return whether a round stands that has no place left."""
         return not self.over and len(self.nodes) + len(self.finished) >= self.limits.max_nodes
 
-    def _no_place(self, name: str) -> Refused:
+    def _refuse_full(self, name: str) -> Refused:
         """Refuse a node that is not to wait as a spare."""
         return Refused("RunFull", {"member": name, "nodes": list(self.ranks)})
 
-    def _refusal(self, call_id: str) -> Refused:
+    def _refuse_closed(self, call_id: str) -> Refused:
         """Refuse a call whose run is over."""
         result, reason = self.closed or ("", "it was closed, and another has been opened under this name")
         return Refused("RunClosed", {"result": result, "reason": reason, "waited": call_id in self.waited})
 
-    def _situation(self, newcomer: Node | None = None, command: Join | None = None, over: bool = False) -> Situation:
-        """Put together what `decide` needs to know."""
+    def _situation(
+        self, newcomer: JoinedNode | None = None, command: RendezvousJoin | None = None, over: bool = False
+    ) -> RoundSituation:
+        """Collect the facts that `decide` needs."""
         if newcomer is None or command is None:
             highest = max(self.asked, default=-1) if self.asked else -1
-            return Situation(self.limits, len(self.waiting), bool(self.ranks), self.nodes, highest, over)
+            return RoundSituation(self.limits, len(self.waiting), bool(self.ranks), self.nodes, highest, over)
         rival = self.asked.get(newcomer.rank)
-        return Situation(
+        return RoundSituation(
             command.limits,
             len(self.waiting) + 1,
             newcomer=newcomer,
             origin=self.origin,
             differs=None if self.origin is None else self._difference(command),
-            rival=self._here(rival) if rival is not None and rival != newcomer.name else None,
+            rival=self._find(rival) if rival is not None and rival != newcomer.name else None,
         )
 
-    def _difference(self, command: Join) -> tuple[str, str, str] | None:
-        """Return the first setting that a newcomer has otherwise."""
+    def _difference(self, command: RendezvousJoin) -> tuple[str, str, str] | None:
+        """Return the first setting in which a newcomer differs."""
         if command.limits == self.limits and command.settings == self.settings:
             return None
-        for mine, theirs in (_told(command.limits), _told(self.limits)), (command.settings, self.settings):
+        for mine, theirs in (
+            (_describe_limits(command.limits), _describe_limits(self.limits)),
+            (command.settings, self.settings),
+        ):
             for what in {**theirs, **mine}:
                 if mine.get(what) != theirs.get(what):
                     return what, mine.get(what, "not set"), theirs.get(what, "not set")
-        return None  # seconds that differ by less than one can see
+        return None  # durations that differ by less than the text shows
 
-    def _here(self, name: str) -> Node:
+    def _find(self, name: str) -> JoinedNode:
         return self.waiting.get(name) or self.nodes[name]
 
-    def _in(self, node: Node) -> None:
-        """Let a node wait."""
+    def _add_waiting(self, node: JoinedNode) -> None:
+        """Add a node to the waiting nodes."""
         self.waiting[node.name] = node
         self.calls[node.call.id] = node.name
         if node.rank != -1:
             self.asked[node.rank] = node.name
 
-    def _out(self, node: Node) -> None:
-        """Take a node out, wherever it is."""
+    def _remove(self, node: JoinedNode) -> None:
+        """Remove a node, whether it waits or is in the round."""
         del self.calls[node.call.id]
         if node.rank != -1:
             del self.asked[node.rank]
@@ -377,74 +413,83 @@ class Rendezvous(Machine, kw_only=True):
         return self.watchers.pop(call_id, None) is not None
 
     def _take_back(self, call: Call, command: Undo, stamp: int) -> Step:
-        target, leave = f"{call.session}/{command.call}", command if isinstance(command, Leave) else None
+        target, leave = f"{call.session}/{command.call}", command if isinstance(command, RendezvousLeave) else None
         if self._unwatched(target):
             return Step(Done(), True)
         waits, member = self.waiting.get(call.member), self.nodes.get(call.member)
         if waits is not None and waits.call.id == target:
-            self._out(waits)
+            self._remove(waits)
             return self._left(waits, leave, stamp, [])
         if member is None or member.call.id != target:
-            return Step(Done(self._count()) if leave or self.closed is None else self._refusal(target))
+            return Step(Done(self._count()) if leave or self.closed is None else self._refuse_closed(target))
         if leave is None:
             return Step(Done([self._round(call.member)]))
-        self._out(member)
+        self._remove(member)
         if leave.done and not self.over:
             self.finished[member.name] = None
             return self._left(member, leave, stamp, [])
         return self._left(member, leave, stamp, self._end(f"{member.call} left"))
 
-    def _left(self, node: Node, leave: Leave | None, stamp: int, woken: list[Call]) -> Step:
-        """After a node has left: close the run if it failed and the others are too few, else see to the next round."""
+    def _evict(self, command: RendezvousEvict, stamp: int) -> Step:
+        node = self.nodes.get(command.node) if command.scope == self.scope else None
+        if node is None:
+            return Step(Done())
+        self._remove(node)
+        return self._form_if_due(Done(), stamp, self._end(f"lost {node.call}: {command.reason}"))
+
+    def _left(self, node: JoinedNode, leave: RendezvousLeave | None, stamp: int, woken: list[Call]) -> Step:
+        """After a node left: close the run if it failed and too few are left, else form the next round if due."""
         failed = leave.failed if leave is not None else ""
         if failed and self.closed is None and 0 < self._count() < self.limits.min_nodes:
             few_left = f"{self._count()} of at least {self.limits.min_nodes} nodes are left"
-            closed = self._close(Close("failed", f"{node.call} ended in failure, {few_left}: {failed}"))
+            closed = self._close(RendezvousClose("failed", f"{node.call} ended in failure, {few_left}: {failed}"))
             return closed._replace(outcome=Done(self._count()), woken=[*woken, *closed.woken])
-        return self._formed(Done(self._count()), stamp, woken)
+        return self._form_if_due(Done(self._count()), stamp, woken)
 
     def _count(self) -> int:
         return len(self.nodes) + len(self.waiting)
 
-    def _close(self, command: Close) -> Step:
+    def _close(self, command: RendezvousClose) -> Step:
         if self.closed is not None:
             return Step(Done(False))
         self.closed = (command.result, command.reason)
         self.waited = {node.call.id: None for node in self.waiting.values()}
         woken = self._end(f"the run was closed: {command.result}: {command.reason}")
         for node in list(self.waiting.values()):
-            self._out(node)
+            self._remove(node)
             woken.append(node.call)
         self.last_call = 0
         return Step(Done(True), True, woken)
 
     def _open(self, stamp: int) -> Step:
-        """Begin anew; those of the closed run are told that it is over when they come."""
+        """Begin a new run; nodes of the closed run learn of its end when they join."""
         if self.closed is None:
             return Step(Done(False))
         dropped = [node.call for node in self.nodes.values()]
-        fresh = Rendezvous(run=stamp, scope=self.scope, over="the last run was closed, and this one had no round yet")
+        fresh = RendezvousMachine(
+            run=stamp, scope=self.scope, over="the last run was closed, and this one had no round yet"
+        )
         for name in self.__struct_fields__:
             setattr(self, name, getattr(fresh, name))
         return Step(Done(True), True, dropped=dropped)
 
     def _end(self, reason: str) -> list[Call]:
-        """Let the round that stands stand no more; return those who wait to hear that."""
+        """End the standing round; return the watchers to wake."""
         if not self.over:
             self.over = reason
         woken, self.watchers = list(self.watchers.values()), {}
         return woken
 
-    def _formed(
+    def _form_if_due(
         self,
         outcome: Outcome,
         stamp: int,
         woken: list[Call],
-        newcomer: Node | None = None,
+        newcomer: JoinedNode | None = None,
         last_call_over: bool = False,
     ) -> Step:
-        """After a change: form a round if it is time, else set or stop the alarm; return the step that this makes."""
-        if not self.nodes and not self.waiting:  # whoever comes next begins anew
+        """After a change: form a round if it is time, else set or stop last call; return the resulting step."""
+        if not self.nodes and not self.waiting:  # the next node starts afresh
             self.origin, self.past, self.ranks, self.finished = None, self._remembered(), {}, {}
         if not self.over or self.closed is not None:
             if newcomer is not None:
@@ -462,12 +507,12 @@ class Rendezvous(Machine, kw_only=True):
         return Step(outcome, True, [*woken, *calls], dropped=[node.call for node in dropped])
 
     def _form(self, reason: str, stamp: int) -> None:
-        """Form a round. Who was in the last one, lives, and has not come again is in none."""
+        """Form a round. A live node of the last round that has not rejoined is left out."""
         self.past = self._remembered()
-        nodes = chosen(list(self.waiting.values()), self.ranks, self.limits.max_nodes)
+        nodes = choose_nodes(list(self.waiting.values()), self.ranks, self.limits.max_nodes)
         for node in list(self.nodes.values()):
-            self._out(node)
-        self.ranks = ranks_for(nodes, self.ranks, self.past)
+            self._remove(node)
+        self.ranks = assign_ranks(nodes, self.ranks, self.past)
         self.nodes, self.finished = {node.name: node for node in nodes}, {}
         self.waiting = {name: node for name, node in self.waiting.items() if name not in self.nodes}
         self.spares = dict.fromkeys(self.waiting)
@@ -478,7 +523,7 @@ class Rendezvous(Machine, kw_only=True):
         self.over, self.reason, self.last_call = "", reason, 0
 
     def _remembered(self) -> dict[str, int]:
-        """Return the ranks of nodes that were in a round, of those who were lately."""
+        """Return the ranks of the nodes of recent rounds."""
         past = {name: rank for name, rank in self.past.items() if name not in self.ranks} | self.ranks
         return dict(list(past.items())[-2 * self.limits.max_nodes :])
 
@@ -487,7 +532,7 @@ class Rendezvous(Machine, kw_only=True):
         return [self.run, self.number, self.scope, rank, len(self.ranks), self.first, self.before, self.reason]
 
     def _table(self, scope: int) -> list[list[str]]:
-        """Return the nodes of a round by rank: name, host, and where it runs, which is empty for those who went."""
+        """Return the nodes of a round by rank: name, host, location; the last two are empty for nodes that are gone."""
         if scope != self.scope:
             return []
         nodes = {**self.waiting, **self.nodes}
@@ -498,14 +543,14 @@ class Rendezvous(Machine, kw_only=True):
         return rows
 
     def _status(self) -> dict[str, Any]:
-        """Say everything, as plain data."""
+        """Return the whole status as plain data."""
         latest = next(reversed(self.waiting.values()), None)
         if self.closed is not None:
             phase, reason = "closed", f"{self.closed[0]}: {self.closed[1]}"
         elif not self.over:
             phase, reason = "formed", self.reason
         else:
-            phase, reason = "gathering", self.over if latest is None else self.why(latest.call).reason
+            phase, reason = "gathering", self.over if latest is None else self.explain(latest.call).reason
         return {
             "phase": phase,
             "reason": reason,
@@ -522,9 +567,18 @@ class Rendezvous(Machine, kw_only=True):
         }
 
 
-for _command in (Join, Withdraw, Leave, Watch, Close, Open, Look):
-    _command.machine = Rendezvous
+for _command in (
+    RendezvousJoin,
+    RendezvousWithdraw,
+    RendezvousLeave,
+    RendezvousWatch,
+    RendezvousClose,
+    RendezvousReopen,
+    RendezvousQuery,
+    RendezvousEvict,
+):
+    _command.machine = RendezvousMachine
 
 
-def _told(limits: Limits) -> dict[str, str]:
+def _describe_limits(limits: NodeLimits) -> dict[str, str]:
     return {name: f"{getattr(limits, name):g}" for name in limits.__struct_fields__}

@@ -1,6 +1,6 @@
-"""An ordered set of keys beside the engine's dict: a prefix query costs what it returns, not what the server holds.
+"""An ordered set of keys beside the engine's dict: the cost of a prefix query grows with its result, not the store.
 
-The keys stand in sorted buckets. `bounds[i]` separates bucket i from bucket i - 1: each key of bucket i is at least
+Sorted buckets hold the keys. `bounds[i]` separates bucket i from bucket i - 1: each key of bucket i is at least
 `bounds[i]`, each earlier key is less. A bound need not be a key, so adding and removing keys leaves it alone;
 `bounds[0]` is b"". New keys go to `pending`, an unordered buffer, and move to the buckets in sorted batches: when there
 are `batch_size` of them, after a long key, or before a query.
@@ -11,6 +11,8 @@ Rules
 - A bucket that a merge leaves above `bucket_size` is split, by a later merge if this one is at its limit. A
   bucket below a quarter of `bucket_size` is joined with a neighbor that has room. So one of any two neighbors is at
   least a quarter full, and only an empty index has an empty bucket.
+- The number of keys before a bucket is counted once, until an earlier bucket changes: repeated counts of a prefix cost
+  only a search each.
 - The order depends on the keys alone: no code here iterates over a set, and PYTHONHASHSEED has no effect.
 - A full garbage collection visits each key of each bucket (30 ms at 1,000,000 keys); a host can exempt them: gc.freeze.
 
@@ -22,6 +24,7 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterable
+from itertools import accumulate
 
 __all__ = ["KeyIndex"]
 
@@ -29,7 +32,7 @@ BUCKET_SIZE = 1024
 BATCH_SIZE = 256
 MAX_SPLITS = 8
 LONG_KEY_BYTES = 512
-"""A longer key is merged at once: to compare a whole batch of keys of 8 KiB would block the loop for 10 ms."""
+"""A longer key is merged at once: comparing a whole batch of keys of 8 KiB would block the loop for 10 ms."""
 
 SORT_SHARE = 32
 """Above 1/32 of a bucket's length, new keys are sorted in together; below, inserting them one by one is faster."""
@@ -52,6 +55,8 @@ class KeyIndex:
         self.buckets = [ordered[at : at + step] for at in range(0, len(ordered), step)] or [[]]
         self.bounds = [b"", *(bucket[0] for bucket in self.buckets[1:])]
         self._merged = len(ordered)
+        self._before = [0]
+        """The number of keys before each of the first buckets, up to one that has changed since the count."""
 
     def __len__(self) -> int:
         """Count all keys."""
@@ -65,7 +70,7 @@ class KeyIndex:
             self._merge()
 
     def add_all(self, keys: list[bytes]) -> None:
-        """Add new keys, each once: many of them as one batch, which costs less than half as much."""
+        """Add new, distinct keys; a large number is merged as one batch, at less than half the cost."""
         if len(keys) < self.batch_size:
             for key in keys:
                 self.add(key)
@@ -83,6 +88,7 @@ class KeyIndex:
         if offset == len(bucket) or bucket[offset] != key:
             raise KeyError(key)
         del bucket[offset]
+        del self._before[at + 1 :]
         self._merged -= 1
         if len(bucket) * 4 < self.bucket_size:
             self._join(at)
@@ -92,7 +98,13 @@ class KeyIndex:
         if not prefix:
             return len(self)
         start, offset, stop, end = self._range(prefix)
-        return sum(map(len, self.buckets[start:stop])) - offset + end
+        if start == stop:
+            return end - offset
+        before = self._before
+        if stop >= len(before):
+            at = len(before) - 1
+            before[at:] = accumulate(map(len, self.buckets[at:stop]), initial=before[at])
+        return before[stop] - before[start] - offset + end
 
     def keys(self, prefix: bytes) -> list[bytes]:
         """Return the keys that start with a prefix, in byte order."""
@@ -143,6 +155,7 @@ class KeyIndex:
             at = bisect_right(bounds, new[start], at) - 1
             stop = bisect_left(new, bounds[at + 1], start) if at + 1 < len(bounds) else len(new)
             bucket = self.buckets[at]
+            del self._before[at + 1 :]
             if (stop - start) * SORT_SHARE > len(bucket):
                 there = len(bucket)
                 bucket += new[start:stop]
@@ -157,7 +170,7 @@ class KeyIndex:
             start = stop
 
     def _split(self, at: int) -> None:
-        """Cut a bucket in halves, or in pieces of half a bucket where a large batch went into it."""
+        """Split a bucket in halves, or, if a large batch was merged into it, in pieces of half of `bucket_size`."""
         bucket = self.buckets[at]
         size, parts = len(bucket), len(bucket) // ((self.bucket_size + 1) // 2)
         pieces = [bucket[size * part // parts : size * (part + 1) // parts] for part in range(parts)]
@@ -169,6 +182,7 @@ class KeyIndex:
         size = len(self.buckets[at])
         for left, other in ((at - 1, at - 1), (at, at + 1)):
             if 0 <= other < len(self.buckets) and (not size or size + len(self.buckets[other]) <= self.bucket_size):
+                del self._before[left + 1 :]
                 self.buckets[left] += self.buckets.pop(left + 1)
                 del self.bounds[left + 1]
                 return

@@ -1,7 +1,7 @@
-"""Watches by their prefixes: whom a change of a key concerns, in one look-up for each length that prefixes have.
+"""Watches by prefix: a changed key finds its watches with one lookup per distinct prefix length.
 
-The lengths are limited, not the watches. Rejected: a trie. It takes a step for each byte of a key, in Python, where
-the usual table has one to five lengths.
+The number of lengths is limited, the number of watches is not. Rejected: a trie. It takes a step per byte of a key, in
+Python, while the usual table has one to five lengths.
 """
 
 from __future__ import annotations
@@ -9,33 +9,33 @@ from __future__ import annotations
 from bisect import insort
 from collections import Counter
 
-from rallypoint.core.records import Watch, show
+from rallypoint.core.records import WatchHandle, show
 from rallypoint.errors import LimitExceeded
 
 __all__ = ["MAX_LENGTHS", "WatchTable"]
 
 MAX_LENGTHS = 256
-"""How many lengths the prefixes of one engine's watches may have: each costs every write a look-up."""
+"""How many distinct lengths the prefixes of one engine's watches may have: each costs every write a lookup."""
 
 
-class WatchTable(dict[bytes, dict[Watch, None]]):
+class WatchTable(dict[bytes, dict[WatchHandle, None]]):
     """The watches of each prefix."""
 
     def __init__(self) -> None:
         super().__init__()
         self.count = 0
         self.lengths: list[int] = []
-        """The lengths of the prefixes, in order."""
+        """The distinct prefix lengths, in order."""
 
         self._of_length: Counter[int] = Counter()
 
     def check_room(self, prefix: bytes) -> None:
-        """Raise LimitExceeded where there is no room for one more length."""
+        """Raise LimitExceeded if there is no room for another prefix length."""
         if len(prefix) not in self._of_length and len(self.lengths) >= MAX_LENGTHS:
             what, size = "watches of prefixes of different lengths", len(self.lengths) + 1
             raise LimitExceeded(what=what, key=show(prefix), size=size, limit=MAX_LENGTHS)
 
-    def add(self, watch: Watch) -> None:
+    def add(self, watch: WatchHandle) -> None:
         """Add a watch."""
         prefix = watch.prefix
         if prefix not in self:
@@ -46,8 +46,8 @@ class WatchTable(dict[bytes, dict[Watch, None]]):
         self[prefix][watch] = None
         self.count += 1
 
-    def discard(self, watch: Watch) -> None:
-        """Remove a watch, which must be there."""
+    def discard(self, watch: WatchHandle) -> None:
+        """Remove a watch, which must exist."""
         prefix = watch.prefix
         self.count -= 1
         del self[prefix][watch]
@@ -58,9 +58,9 @@ class WatchTable(dict[bytes, dict[Watch, None]]):
                 del self._of_length[len(prefix)]
                 self.lengths.remove(len(prefix))
 
-    def of(self, key: bytes) -> list[Watch]:
-        """Return the watches that a change of a key concerns, those of shorter prefixes first."""
-        found: list[Watch] = []
+    def of(self, key: bytes) -> list[WatchHandle]:
+        """Return the watches that match a key, shortest prefix first."""
+        found: list[WatchHandle] = []
         for length in self.lengths:
             if length > len(key):
                 break

@@ -1,5 +1,7 @@
-"""An owner that is one connection: a PyTorch client, which has no session. It waits for one thing at most, holds one
-turn at most, and ends with its connection. As a `Session` does, it knows no bytes, clocks or connections.
+"""An owner that is one connection: a PyTorch client, which has no session.
+
+It has at most one wait and one turn, and ends with its connection. Like a `Session`, it knows no bytes, clocks or
+sockets.
 """
 
 from __future__ import annotations
@@ -8,52 +10,52 @@ from typing import Any
 
 from rallypoint.core import ops
 from rallypoint.core.engine import Engine
-from rallypoint.core.records import LATER, Turn, Waiter, Watch
+from rallypoint.core.records import LATER, Turn, Waiter, WatchHandle
 from rallypoint.core.session import SHOWN
 from rallypoint.errors import StoreError
 
-__all__ = ["Visitor"]
+__all__ = ["ConnectionOwner"]
 
 
-class Visitor:
-    """One PyTorch client: what it waits for, and the turn that it has."""
+class ConnectionOwner:
+    """One PyTorch client: its wait and its turn."""
 
-    __slots__ = ("_engine", "link", "namespace", "serial", "turn", "waiter")
+    __slots__ = ("_engine", "handler", "namespace", "serial", "turn", "waiter")
 
     def __init__(self, serial: int, namespace: int, engine: Engine) -> None:
         self.serial = serial
-        """Unique among the owners of a state, and negative, as no session's is."""
+        """Unique among the owners of a state; negative, unlike a session's."""
 
         self.namespace = namespace
         self.waiter: Waiter | None = None
         self.turn: Turn | None = None
-        self.link: Any = None
+        self.handler: Any = None
         self._engine = engine
 
     @property
     def holds(self) -> bool:
-        """Whether the state has something of it."""
+        """Whether the state contains something of it."""
         return self.turn is not None or (self.waiter is not None and not self.waiter.reads)
 
     @property
     def waits_for(self) -> tuple[bytes, ...]:
-        """The first of the keys that this client waits for."""
+        """The first keys that this client waits for."""
         return tuple(self.waiter.keys[:SHOWN]) if self.waiter is not None else ()
 
     def changes(self, op: ops.Op) -> bool:
-        """Return whether an operation changes the state, so that a log must have it."""
+        """Return whether an operation changes the state, so that it must be logged."""
         kind = op.__class__
         if self.holds:
             return kind.changes or self.turn is not None or kind in _REPLACES
-        if isinstance(op, ops.Await):
+        if isinstance(op, ops.WaitOrTurn):
             return not self._engine.holds(op.key)
         return kind.changes and kind is not ops.Drop
 
     def execute(self, op: ops.Op) -> Any:
-        """Carry out a request; return its answer, `LATER`, or the error that ends the connection. Never raises."""
+        """Run a request; return its answer, `LATER`, or the error that ends the connection. Never raises."""
         kind = op.__class__
-        if self.turn is not None and kind is not ops.Draw:
-            self._end_turn()  # with the next request; when that draws, after it
+        if self.turn is not None and kind is not ops.TurnPop:
+            self._end_turn()  # it ends with the next request; after it, if that pops
         if self.waiter is not None and kind in _REPLACES:
             self._engine.drop(self.waiter)
             self.waiter = None
@@ -62,7 +64,7 @@ class Visitor:
         try:
             answer = self._engine.execute(op, self)
         except StoreError as error:
-            return error
+            return error.with_traceback(None)
         except MemoryError:
             raise
         except Exception as error:
@@ -76,8 +78,8 @@ class Visitor:
             self._end_turn()
         return answer
 
-    def answer(self, handle: Waiter | Watch, answer: Any) -> Any:
-        """Return what to send when the engine answered the wait."""
+    def answer(self, handle: Waiter | WatchHandle, answer: Any) -> Any:
+        """Return what to send when the engine answers the wait."""
         if handle is not self.waiter:
             return LATER
         self.waiter = None
@@ -86,7 +88,7 @@ class Visitor:
         return answer
 
     def take_back(self, number: int) -> None:
-        """Take back a turn that was not used."""
+        """Take back an unused turn."""
         if self.turn is not None and self.turn.number == number:
             self._end_turn()
 
@@ -101,5 +103,5 @@ class Visitor:
             self._engine.drop(turn)
 
 
-_REPLACES = frozenset((ops.Await, ops.Wait, ops.Arrive, ops.Drop))
-"""A client has one wait at most, so a new one takes the place of the old."""
+_REPLACES = frozenset((ops.WaitOrTurn, ops.Wait, ops.Arrive, ops.Drop))
+"""Requests that replace the current wait: a client has at most one."""

@@ -1,0 +1,1 @@
+"""Ordered and prefix lookups beside the engine's tables."""

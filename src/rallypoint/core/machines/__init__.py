@@ -1,0 +1,1 @@
+"""Shared objects as pure state machines: barrier, exchange, lock, membership and rendezvous."""
