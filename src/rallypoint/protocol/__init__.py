@@ -1,4 +1,4 @@
-"""The wire protocols, as pure codecs: bytes to operations, answers to bytes. They do no I/O and call no engine."""
+"""The wire protocols as pure codecs: bytes to operations, answers to bytes. They do no I/O and call no engine."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ __all__ = ["BadMessage"]
 
 
 class BadMessage(Exception):
-    """The peer broke the protocol; its connection has to go."""
+    """The peer violated the protocol; its connection must be closed."""

@@ -1,13 +1,13 @@
-"""PyTorch's TCPStore protocol: bytes to operations, answers to bytes. Fed incrementally, bounded, without I/O.
+"""PyTorch's TCPStore protocol: bytes to operations, answers to bytes. Incremental, bounded, without I/O.
 
 A message is an opcode byte and its fields, little-endian: `k` a key and `v` a value (a 64-bit length, then bytes), `q`
-a 64-bit integer, `I` a 32-bit one, `*` a 64-bit count of what follows it. There is no frame, no request number and no
-error reply: a bad message raises `BadMessage`, on which the host closes that connection.
+a 64-bit integer, `I` a 32-bit integer, `*` a 64-bit count of the groups that follow. There are no frames, request
+numbers or error replies: a bad message raises `BadMessage`, and the host closes that connection.
 
-`Decoder` reads what one client sends, in pieces of any size. Messages that arrived whole and are of a common
-shape take a short path; everything else is collected field by field in a `Partial`, so that no byte is looked at
-twice, however slowly it comes. No operation comes out before all of its message is there. `ENCODE_ANSWER` makes the
-reply. The client's end needs no state: `encode` makes a request, and the caller knows what answer it asked for.
+`Decoder` reads one client's bytes in pieces of any size. Complete messages of a common shape take a short path; all
+others are collected field by field in a `Partial`, so that no byte is examined twice, however slowly it arrives. No
+operation is returned before its message is complete. `ENCODE_ANSWER` encodes the reply. The client's end needs no
+state: `encode` encodes a request, and the caller knows which answer to expect.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 
 from rallypoint.core import ops
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from rallypoint.core.records import Drawn
+from rallypoint.core.records import PopResult
 from rallypoint.protocol import BadMessage
 
 __all__ = [
@@ -30,16 +30,17 @@ __all__ = [
     "ENCODE_ANSWER",
     "WAITED",
     "encode",
+    "encode_item_head",
     "encode_items",
     "encode_list_head",
     "hello",
 ]
 
 MAGIC = 0x3C85F7CE
-"""What a client says first, so that a stray caller is told apart."""
+"""The first number a client sends, which tells it from a stray connection."""
 
 FIELD_BYTES = 64
-"""What a field of a message under way costs beside its own bytes; near enough for a limit."""
+"""The cost of a field of a partial message besides its own bytes; accurate enough for a limit."""
 
 _U64 = struct.Struct("<Q").unpack_from
 _I64 = struct.Struct("<q").unpack_from
@@ -77,7 +78,7 @@ _FIELDS = {
     Opcode.BARRIER: "kq",
 }
 _WIDTH = {"I": 4, "q": 8, "*": 8}
-_KEY_LIMIT = MAX_KEY_BYTES + 1  # a client writes a `/` before every key of its user
+_KEY_LIMIT = MAX_KEY_BYTES + 1  # PyTorch's client prefixes every key with `/`
 _LIMIT = {"k": _KEY_LIMIT, "v": MAX_VALUE_BYTES}
 _K, _KV, _KQ, _ONE, _KVV = 1, 2, 3, 4, 5  # common shapes: a key; and a value; a number; one key in a list; two values
 _SHAPE = bytes(
@@ -86,11 +87,11 @@ _SHAPE = bytes(
 )
 
 WAITED = b"\0"
-"""The reply to a wait that has ended, however it was asked for."""
+"""The reply to any wait that has ended."""
 
 
 def encode(op: int, *fields: bytes | int) -> bytes:
-    """Make a request. A list of keys is given as its count and then the keys."""
+    """Encode a request. A list of keys is passed as its count and then the keys."""
     parts = [bytes((op,))]
     for field in fields:
         if isinstance(field, int):
@@ -101,12 +102,12 @@ def encode(op: int, *fields: bytes | int) -> bytes:
 
 
 def hello(nonce: int) -> bytes:
-    """Make the first bytes of a connection: the magic number, and a ping that shows who answers."""
+    """Encode the first bytes of a connection: the magic number, and a ping whose answer identifies the server."""
     return encode(Opcode.VALIDATE, MAGIC) + encode(Opcode.PING, nonce)
 
 
 class Partial:
-    """One message, collected field by field as its bytes come."""
+    """One message, collected field by field as its bytes arrive."""
 
     __slots__ = ("_buffer", "_kinds", "_limit", "_need", "_repeat", "_total", "fields", "op")
 
@@ -118,17 +119,17 @@ class Partial:
         self._kinds = _FIELDS[op]
         self._repeat = -1 if self._kinds.startswith("*") else 1
         self._buffer = bytearray()
-        self._need = -1  # the length of the string under way, or -1 where its length is yet to come
+        self._need = -1  # the length of the current string, or -1 until it is known
         self._total = 1
         self._limit = limit
 
     @property
     def held(self) -> int:
-        """How many bytes are held for the message so far."""
+        """How many bytes the partial message takes so far."""
         return self._total + FIELD_BYTES * len(self.fields)
 
     def feed(self, data: bytes, at: int) -> tuple[int, bool]:
-        """Take bytes from `at` on; return where they end, and whether the message is whole."""
+        """Take bytes from `at` on; return where they end, and whether the message is complete."""
         while not self._whole():
             if self._repeat >= 0 and self._need < 0 and not self._buffer and "q" not in self._kinds:
                 at = self._take_strings(data, at)
@@ -146,7 +147,7 @@ class Partial:
         return at, True
 
     def _take_strings(self, data: bytes, at: int) -> int:
-        """Take the strings that came whole and are not too long; return where they end."""
+        """Take the complete strings within their limits; return where they end."""
         start, end, room = at, len(data), self._limit - self._total
         limits, append = cycle([_LIMIT.get(kind, -1) for kind in self._kinds]), self.fields.append
         left = self._repeat * len(self._kinds) - len(self.fields)
@@ -169,7 +170,7 @@ class Partial:
         return self._repeat >= 0 and self._need < 0 and len(self.fields) == self._repeat * len(self._kinds)
 
     def _field(self, kind: str) -> None:
-        """Make a field, or the length of one, of the collected bytes."""
+        """Make a field, or the length of one, from the collected bytes."""
         raw, self._buffer = self._buffer, bytearray()
         if kind == "*":
             self._repeat = int.from_bytes(raw, "little")
@@ -196,7 +197,7 @@ def _fits(kind: str, size: int) -> None:
 
 
 class Decoder:
-    """Reads the requests of one client; `limit` bounds one request in bytes."""
+    """Decodes the requests of one client; `limit` bounds one request in bytes."""
 
     __slots__ = ("_limit", "_partial", "greeted", "held")
 
@@ -205,12 +206,12 @@ class Decoder:
         self._partial: Partial | None = None
         self.greeted = False
         self.held = 0
-        """How many bytes of an unfinished message are held."""
+        """How many bytes of an incomplete message are held."""
 
     def read(self, data: bytes, at: int) -> tuple[ops.Op | None, int]:
-        """Read one operation from `at` on; return it and where it ends, or None where all was taken and more must come.
+        """Decode one operation from `at` on; return it and its end, or None if all bytes were taken and more must come.
 
-        Raises BadMessage, and is of no use after.
+        Raises BadMessage, and is unusable after that.
         """
         if self._partial is None and self.greeted:
             end, opcode = len(data), data[at]
@@ -242,7 +243,7 @@ class Decoder:
         return self._collect(data, at)
 
     def _collect(self, data: bytes, at: int) -> tuple[ops.Op | None, int]:
-        """Add bytes to the message under way, and read it when it is whole."""
+        """Add bytes to the partial message, and decode it once complete."""
         while at < len(data):
             if self._partial is None:
                 self._partial = Partial(data[at], self._limit)
@@ -272,17 +273,17 @@ _OF_KEY: dict[int, Callable[..., ops.Op]] = {
     Opcode.GET: ops.Peek,
     Opcode.ADD: ops.Add,
     Opcode.CHECK: lambda number, key: ops.Check(0, [key]),
-    Opcode.WAIT: ops.Await,
+    Opcode.WAIT: ops.WaitOrTurn,
     Opcode.DELETE_KEY: ops.Delete,
     Opcode.APPEND: ops.Append,
     Opcode.QUEUE_PUSH: ops.Push,
-    Opcode.QUEUE_POP: ops.Draw,
+    Opcode.QUEUE_POP: ops.TurnPop,
     Opcode.QUEUE_LEN: ops.QueueLen,
     Opcode.BARRIER: ops.Arrive,
 }
 _OF_LIST: dict[int, Callable[[list[bytes]], ops.Op]] = {
     Opcode.CHECK: lambda keys: ops.Check(0, keys),
-    Opcode.WAIT: lambda keys: ops.Await(0, keys[0]) if len(keys) == 1 else ops.Wait(0, keys, ops.MAX_WAIT_S),
+    Opcode.WAIT: lambda keys: ops.WaitOrTurn(0, keys[0]) if len(keys) == 1 else ops.Wait(0, keys, ops.MAX_WAIT_S),
     Opcode.MULTI_GET: lambda keys: ops.MultiPeek(0, keys),
     Opcode.MULTI_SET: lambda fields: ops.MultiSet(0, list(zip(fields[::2], fields[1::2], strict=True))),
 }
@@ -330,8 +331,13 @@ def encode_items(items: Sequence[bytes | None]) -> bytes:
     return b"".join([part for item in items for part in ((_LEN(len(item)), item) if item else (_ZERO,))])
 
 
+def encode_item_head(size: int) -> bytes:
+    """Encode what precedes the bytes of an item."""
+    return _LEN(size)
+
+
 def encode_list_head(op: ops.Op, length: int) -> bytes:
-    """Make the first part of a reply that is a list of so many items."""
+    """Encode the first part of a reply that is a list of `length` items."""
     return _INT(length) if isinstance(op, ops.List) else b""
 
 
@@ -339,7 +345,7 @@ def _keys(op: Any, answer: list[bytes], limit: int) -> bytes:
     return _INT(len(answer)) + _values(op, answer, limit)
 
 
-def _drawn(op: Any, answer: Drawn, limit: int) -> bytes:
+def _drawn(op: Any, answer: PopResult, limit: int) -> bytes:
     return _INT(0) if answer.item is None else _INT(answer.length) + _value(op, answer.item, limit)
 
 
@@ -353,15 +359,15 @@ ENCODE_ANSWER: dict[type[ops.Op], Callable[[Any, Any, int], bytes]] = {
     ops.MultiPeek: _values,
     ops.Add: _integer,
     ops.Check: _checked,
-    ops.Await: _waited,
+    ops.WaitOrTurn: _waited,
     ops.Wait: _waited,
     ops.Arrive: _waited,
     ops.Drop: lambda op, answer, limit: b"\1",
     ops.Count: _integer,
     ops.Delete: _integer,
     ops.QueueLen: _integer,
-    ops.Draw: _drawn,
+    ops.TurnPop: _drawn,
     ops.List: _keys,
     ops.Ping: lambda op, answer, limit: op.number.to_bytes(4, "little"),
 }
-"""What makes the reply: of the operation, its answer, and how long it may be; raises BadMessage where it is longer."""
+"""The encoder of each operation's reply: operation, answer and size limit; raises BadMessage above the limit."""

@@ -1,30 +1,30 @@
-"""Many byte streams on one connection, as a relay has them: version 2 of our protocol. Pure, bounded, without I/O.
+"""Many byte streams on one connection, for a relay: version 2 of our protocol. Pure, bounded, without I/O.
 
-A connection starts with `PREFACE`, which differs from that of one session (`protocol/native.py`) in its last byte; the
-server answers `ACCEPTED`. Then both sides send frames: a 32-bit channel, a 32-bit word with the kind of the frame in
-its highest byte and a size in the others, little-endian, and where the kind has a body, so many bytes.
+A connection starts with `PREFACE`, which differs from that of a single session (`protocol/native.py`) in its last byte;
+the server answers `ACCEPTED`. Then both sides send frames: a 32-bit channel, a 32-bit word with the frame's kind in its
+highest byte and a size in the others, little-endian, and, if the kind has a body, that many bytes.
 
-- DATA: the next bytes of a channel. Each channel carries what a connection of version 1 does behind its preface: the
-  frames of one session, from its hello on. The side that connects numbers channels from 1 and never uses a number
-  twice; the first DATA opens a channel.
-- CREDIT: the peer may send so many more bytes on the channel. Each direction starts with `WINDOW` bytes.
-- CREDITS: the same for several channels. In place of a channel stands how many there are; the body has for each of
-  them its number and the bytes, 32 bits each.
-- SHARED: bytes that several channels get alike, from the server only. In place of a channel stands how many there are;
-  the body has for each of them its number and what it gets first (with its length before it), and then the bytes for
-  all. It is to each channel what a DATA of its own would be, credit included.
-- GATHERED: bytes of several channels, each its own, in one frame. In place of a channel stands how many there are; the
-  body has for each of them its number and how many bytes it gets, 32 bits each, and then the bytes of all, in that
-  order. It is to each channel what a DATA of its own would be. What the processes of a node say at the same moment
-  (arrivals at a barrier), and what they are answered, crosses the wire as one message by it.
-- CLOSE: the channel has ended; the body says why, in words. Nothing follows on it in either direction but the
+- DATA: the next bytes of a channel. Each channel carries what a connection of version 1 does after its preface: the
+  frames of one session, starting with its hello. The connecting side numbers channels from 1 and never reuses a number;
+  the first DATA opens a channel.
+- CREDIT: the peer may send that many more bytes on the channel. Each direction starts with `WINDOW` bytes.
+- CREDITS: the same for several channels. The channel field holds their count; the body has for each of them its number
+  and the bytes, 32 bits each.
+- SHARED: the same bytes for several channels, from the server only. The channel field holds their count; the body has
+  for each of them its number and its own head (preceded by its length), and then the common bytes. For each channel
+  it is equivalent to a DATA frame, credit included.
+- GATHERED: different bytes for several channels, in one frame. The channel field holds their count; the body has for
+  each of them its number and its byte count, 32 bits each, and then the bytes of all, in that order. For each channel
+  it is equivalent to a DATA frame. Simultaneous requests of a node's processes (arrivals at a barrier), and the
+  replies to them, thus cross the wire as one message.
+- CLOSE: the channel has ended; the body is the reason, as text. Nothing follows on it in either direction except the
   peer's own CLOSE, which may have crossed it. A session outlives its channel as it does a connection.
 
-A session that is not read from therefore stops after a window, and no other waits for it; DATA bodies are at most
-`MAX_CHUNK` bytes, so that a large answer does not hold up the small ones of others.
+So a session whose peer does not read stops after one window, and delays no other session. DATA bodies have at most
+`MAX_CHUNK` bytes, so a large answer does not delay the small answers of others.
 
-Rejected: frames of msgpack with a channel in each. A relay would take every request apart and put it together again,
-and an answer of 8 MiB would be one frame.
+Rejected: msgpack frames with a channel in each. A relay would decode and re-encode every request, and an answer of 8
+MiB would be one frame.
 """
 
 from __future__ import annotations
@@ -34,7 +34,6 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from rallypoint.protocol import BadMessage, c10d
-from rallypoint.protocol.native import STANDBY, read_standby
 
 __all__ = [
     "ACCEPTED",
@@ -49,14 +48,13 @@ __all__ = [
     "SHARED",
     "WINDOW",
     "ChannelFrames",
-    "Frame",
+    "ChannelFrame",
     "close_frame",
     "credit_frame",
     "credit_frames",
     "data_frames",
     "data_head",
     "gathered_frames",
-    "greeting_size",
     "reply_frames",
     "shared_frames",
     "split_credits",
@@ -68,38 +66,28 @@ PREFACE = c10d.hello(0x594C4153)
 """The first bytes of a connection with channels; no process id is that large."""
 
 ACCEPTED = b"RLY2"
-"""What our server answers to the preface; a server that knows nothing of channels answers its last four bytes."""
+"""Our server's answer to the preface; a server without channels answers the preface's last four bytes."""
 
 DATA, CREDIT, CLOSE, SHARED, GATHERED, CREDITS = range(6)
 """The kinds of frames."""
 
 WINDOW = 256 * 1024
-"""How many bytes may be under way on a channel, in each direction."""
+"""How many bytes may be in flight on a channel, in each direction."""
 
 MAX_CHUNK = 64 * 1024
-"""The longest body of a frame."""
+"""The maximum size of a frame's body in bytes."""
 
 MAX_HEAD = 255
-"""How much each of several channels may get before what they share."""
+"""The maximum size in bytes of a channel's own head before the shared bytes."""
 
-_SHARERS = 120  # of one frame: their heads take half a chunk at most
-_PIECES = 1024  # of one frame: how many channels it may have bytes of
+_SHARERS = 120  # per frame: their heads take at most half a chunk
+_PIECES = 1024  # per frame: the most channels in it
 _HEAD = struct.Struct("<II")
 _SHARER = struct.Struct("<IB")
 _SIZE = (1 << 24) - 1
 
 
-def greeting_size(data: bytes) -> int:
-    """Return how long the server's answer to the preface is, of which this came; 0 while it is not whole.
-
-    That of a server that stands by is all that it sends. Raises BadMessage where that makes no sense.
-    """
-    if data.startswith(STANDBY):
-        return len(data) if read_standby(data) is not None else 0
-    return len(ACCEPTED) if len(data) >= len(ACCEPTED) else 0
-
-
-class Frame(NamedTuple):
+class ChannelFrame(NamedTuple):
     """One frame: `size` is a credit, or the length of the body."""
 
     channel: int
@@ -109,12 +97,12 @@ class Frame(NamedTuple):
 
 
 def data_head(channel: int, size: int) -> bytes:
-    """Return what goes in front of at most `MAX_CHUNK` bytes of a channel."""
+    """Return the head of a DATA frame with `size` bytes, at most `MAX_CHUNK`."""
     return _HEAD.pack(channel, size)  # DATA is 0
 
 
 def data_frames(channel: int, data: bytes) -> bytes:
-    """Return bytes of a channel as one frame, or as several where there are more than `MAX_CHUNK`."""
+    """Return bytes of a channel as one frame, or as several if there are more than `MAX_CHUNK`."""
     size = len(data)
     if size <= MAX_CHUNK:
         return _HEAD.pack(channel, size) + data
@@ -124,12 +112,12 @@ def data_frames(channel: int, data: bytes) -> bytes:
 
 
 def credit_frame(channel: int, size: int) -> bytes:
-    """Let the peer send so many more bytes."""
+    """Return a frame that lets the peer send `size` more bytes on a channel."""
     return _HEAD.pack(channel, CREDIT << 24 | size)
 
 
 def credit_frames(grants: Sequence[tuple[int, int]]) -> list[bytes]:
-    """Let the peer send more on several channels: the number of each, and how many bytes."""
+    """Return frames that let the peer send more on several channels; a grant is a channel's number and a byte count."""
     frames = []
     for at in range(0, len(grants), _PIECES):
         some = grants[at : at + _PIECES]
@@ -142,7 +130,7 @@ def credit_frames(grants: Sequence[tuple[int, int]]) -> list[bytes]:
 
 
 def split_credits(count: int, body: bytes) -> list[tuple[int, int]]:
-    """Return the credit that each channel gets by a CREDITS frame; raise BadMessage where it is malformed."""
+    """Return the credit of each channel in a CREDITS frame; raise BadMessage if it is malformed."""
     if len(body) != 8 * count:
         raise BadMessage(f"credit for {count} channels in {len(body)} bytes")
     flat = struct.unpack(f"<{2 * count}I", body)
@@ -150,13 +138,13 @@ def split_credits(count: int, body: bytes) -> list[tuple[int, int]]:
 
 
 def close_frame(channel: int, why: str = "") -> bytes:
-    """End a channel."""
+    """Return a frame that ends a channel."""
     body = why.encode("utf-8", "replace")[:1024]
     return _HEAD.pack(channel, CLOSE << 24 | len(body)) + body
 
 
 def shared_frames(heads: Sequence[tuple[int, bytes]], data: bytes) -> list[bytes]:
-    """Return frames that bring each of several channels, by its number, a head of its own and then the same bytes."""
+    """Return frames that carry to each of several channels, by number, its own head and then the same bytes."""
     parts: list[bytes] = []
     for at in range(0, len(heads), _SHARERS):
         some = heads[at : at + _SHARERS]
@@ -171,7 +159,7 @@ def shared_frames(heads: Sequence[tuple[int, bytes]], data: bytes) -> list[bytes
 
 
 def reply_frames(heads: Sequence[tuple[int, bytes]], body: bytes) -> Sequence[bytes]:
-    """Return frames that bring each channel a reply: its head, and the same body; to a single one as plain data."""
+    """Return frames that carry a reply to each channel, its own head and a common body; DATA for a single channel."""
     number, head = heads[0]
     if len(heads) == 1 and len(head) + len(body) <= MAX_CHUNK:
         return data_head(number, len(head) + len(body)), head, body
@@ -179,7 +167,7 @@ def reply_frames(heads: Sequence[tuple[int, bytes]], body: bytes) -> Sequence[by
 
 
 def split_shared(count: int, body: bytes) -> list[tuple[int, bytes]]:
-    """Return what each channel gets by a SHARED frame; raise BadMessage where it is malformed."""
+    """Return the bytes of each channel in a SHARED frame; raise BadMessage if it is malformed."""
     heads, at = [], 0
     try:
         for _ in range(count):
@@ -194,7 +182,7 @@ def split_shared(count: int, body: bytes) -> list[tuple[int, bytes]]:
 
 
 def gathered_frames(pieces: Sequence[tuple[int, bytes]]) -> list[bytes]:
-    """Return frames that bring channels, by their numbers, bytes of their own; each piece is a chunk at most."""
+    """Return frames that carry different bytes to several channels, by number; each piece is at most a chunk."""
     frames: list[bytes] = []
     heads: list[int] = []
     chunks: list[bytes] = []
@@ -219,7 +207,7 @@ def _gathered(heads: list[int], chunks: list[bytes], size: int) -> bytes:
 
 
 def split_gathered(count: int, body: bytes) -> list[tuple[int, bytes]]:
-    """Return what each channel gets by a GATHERED frame; raise BadMessage where it is malformed."""
+    """Return the bytes of each channel in a GATHERED frame; raise BadMessage if it is malformed."""
     at = 8 * count
     if at > len(body):
         raise BadMessage(f"a gathered frame of {len(body)} bytes is too short for {count} channels")
@@ -230,12 +218,12 @@ def split_gathered(count: int, body: bytes) -> list[tuple[int, bytes]]:
         pieces.append((heads[index], body[at:end]))
         at = end
     if at != len(body):
-        raise BadMessage(f"a gathered frame of {len(body)} bytes, and {at} for {count} channels")
+        raise BadMessage(f"a gathered frame of {len(body)} bytes announces {at} bytes for {count} channels")
     return pieces
 
 
 class ChannelFrames:
-    """Cuts a stream of bytes into frames."""
+    """Splits a byte stream into frames."""
 
     __slots__ = ("_buffer",)
 
@@ -244,13 +232,13 @@ class ChannelFrames:
 
     @property
     def held(self) -> int:
-        """How many bytes of an unfinished frame are held."""
+        """How many bytes of an incomplete frame are buffered."""
         return len(self._buffer)
 
     def sole(self, data: bytes) -> int:
-        """Return the channel that all of this is for, if it is one whole frame of data, as it often is; else 0.
+        """Return the channel of `data` if it is exactly one DATA frame, as it often is; else 0.
 
-        After 0, `feed` has to take it.
+        After 0, pass the bytes to `feed`.
         """
         size = len(data)
         if size <= 8 or self._buffer:
@@ -259,8 +247,8 @@ class ChannelFrames:
         number, word = _HEAD.unpack_from(data)
         return number if word == size - 8 and word <= MAX_CHUNK else 0
 
-    def feed(self, data: bytes) -> Iterator[Frame]:
-        """Take what came, and yield each frame that is whole. Raises BadMessage, and is invalid after that."""
+    def feed(self, data: bytes) -> Iterator[ChannelFrame]:
+        """Take received bytes, and yield each complete frame. Raises BadMessage, and is unusable after that."""
         if self._buffer:
             data = self._buffer + data
             self._buffer = b""
@@ -271,7 +259,7 @@ class ChannelFrames:
             start = at + 8
             if kind == CREDIT:
                 at = start
-                yield Frame(channel, kind, size, b"")
+                yield ChannelFrame(channel, kind, size, b"")
                 continue
             if kind > CREDITS:
                 raise BadMessage(f"unknown kind of frame: {kind}")
@@ -280,5 +268,5 @@ class ChannelFrames:
             if start + size > end:
                 break
             at = start + size
-            yield Frame(channel, kind, size, data[start:at])
+            yield ChannelFrame(channel, kind, size, data[start:at])
         self._buffer = data[at:]

@@ -1,19 +1,19 @@
-"""Our wire protocol: what is said, and how it is cut into frames. Fed incrementally, bounded, without I/O.
+"""Our wire protocol: its messages, and their framing. Incremental, bounded, without I/O.
 
-A connection starts with `PREFACE`, which no other caller sends: to PyTorch's server it is a greeting and a ping,
-which it answers with the ping's own number, and we know whom we met. Our server answers `ACCEPTED`. Then come frames:
-a 32-bit little-endian length, and msgpack. A request is an operation of `core/ops.py`, `[tag, number, arguments...]`,
-which msgspec checks as a whole while it reads it. An answer is `[number, status, result]`.
-What the server sends unasked is a push: `[0, push number, [watch's request number, revision, key, value or nil]]`,
-or, before or behind the welcome, a notice of what has changed about the server itself: `[0, 0, Notice]`.
+A connection starts with `PREFACE`, which no other client sends: PyTorch's server takes it for a greeting and a ping,
+and answers with the ping's own number, which identifies it. Our server answers `ACCEPTED`. Then come frames: a 32-bit
+little-endian length, and msgpack. A request is an operation of `core/ops.py`, `[tag, number, arguments...]`, which
+msgspec validates while it decodes. A reply is `[number, status, result]`. An unsolicited message of the server is a
+push: `[0, push number, [watch's request number, revision, key, value or nil]]`, or, before or after the welcome, a
+notice of a change of the server itself: `[0, 0, Notice]`.
 
 The first frame is `Hello`, answered by `[0, 0, Welcome]` or `[0, REFUSED, reason]`. Numbers grow by one with each
-request of a session, and many requests may be outstanding; they are answered in any order. After a cut, the client
-says hello with its session's id and repeats, with their old numbers, the requests that were not answered. The server
-runs none of them twice (`core/session.py`). `Confirm` tells it which answers and pushes it may forget.
+request of a session; many requests may be outstanding, and their replies come in any order. After a lost connection,
+the client says hello with its session's id and repeats the unanswered requests under their old numbers. The server runs
+none of them twice (`core/session.py`). `Confirm` tells it which answers and pushes it may forget.
 
-Durations cross the wire, deadlines never do. Operation comes before number, the other way round from the answers,
-because msgspec finds the class of a request by the first element.
+Durations cross the wire, deadlines never do. In a request the operation comes before the number, unlike in a reply,
+because msgspec selects the class of a request by its first element.
 """
 
 from __future__ import annotations
@@ -21,16 +21,19 @@ from __future__ import annotations
 import struct
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
 
 from rallypoint.core.limits import MAX_FORMER
-from rallypoint.core.machine import Done
+from rallypoint.core.long_value import LongValue
+from rallypoint.core.machines.machine import Done
 from rallypoint.core.ops import Act, Operation
-from rallypoint.core.records import DONE, Push, Shared, Status, pack
+from rallypoint.core.records import DONE, PushedEvent, ReplyStatus, SharedAnswer, pack
 from rallypoint.protocol import BadMessage, c10d
+from rallypoint.protocol.long_reply import LongReply
 
 __all__ = [
     "ACCEPTED",
@@ -43,6 +46,7 @@ __all__ = [
     "Frames",
     "Hello",
     "Notice",
+    "Reply",
     "Servers",
     "SharedReply",
     "Standby",
@@ -51,8 +55,10 @@ __all__ = [
     "decode_hello",
     "decode_request",
     "encode_answer",
+    "encode_item_head",
     "encode_items",
     "encode_list_head",
+    "encode_value_head",
     "frame",
     "read_standby",
     "standby",
@@ -60,35 +66,35 @@ __all__ = [
 ]
 
 PREFACE = c10d.hello(0x594C4152)
-"""The first bytes of a connection of ours; no process id is that large."""
+"""The first bytes of a native connection; no process id is that large."""
 
 ACCEPTED = b"RLY1"
-"""What our server answers to the preface; PyTorch's answers its last four bytes."""
+"""Our server's answer to the preface; PyTorch's server answers the preface's last four bytes."""
 
 STANDBY = b"RLYS"
-"""What a server answers to either preface that stands by for another; a frame follows, and the connection ends."""
+"""A standby server's answer to either preface; one frame follows, then the connection ends."""
 
 STANDBY_BYTES = 1 << 20
-"""How long that frame may be."""
+"""The longest such frame."""
 
 MAX_WHY = 4096
-"""How long the reason may be that a server gives, in characters."""
+"""The longest reason that a server gives, in characters."""
 
 VERSION = 2
-"""The protocol's version, said in `Hello`."""
+"""The protocol version, sent in `Hello`."""
 
 GARBLED = (ValueError, TypeError, RecursionError)
-"""What msgspec raises for bytes that make no sense: its own errors, and Python's for bad text and deep nesting."""
+"""What msgspec raises for malformed bytes: its own errors, and Python's for bad text and deep nesting."""
 
 _LENGTH = struct.Struct("<I")
 
 
 Servers = Annotated[list[Annotated[str, Meta(max_length=1024)]], Meta(max_length=1024)]
-"""Addresses of servers, as URLs."""
+"""Server addresses, as URLs."""
 
 
 class Hello(Struct, array_like=True):
-    """Who calls: a name for people, the session to go on with (empty: a new one), and those that its process lost."""
+    """The client: a readable name, the session to resume (empty: a new one), and its process's lost sessions."""
 
     version: int
     name: Annotated[str, Meta(max_length=256)]
@@ -97,27 +103,28 @@ class Hello(Struct, array_like=True):
     credentials: Annotated[bytes, Meta(max_length=4096)] = b""
     former: Annotated[list[Annotated[bytes, Meta(max_length=64)]], Meta(max_length=MAX_FORMER)] = []
     opens: bool = False
-    """Whether `session` is an id that the caller chose, which is opened unless it is there already."""
+    """Whether the client chose the id in `session`, which is opened unless it exists."""
 
     attempt: int = 0
-    """Grows with each hello of a session; a delayed one must not take the session back from a later one."""
+    """Grows with each hello of a session; a delayed hello must not take the session from a later one."""
 
     run: Annotated[str, Meta(max_length=1024)] = ""
-    """The run whose namespace the session belongs to; empty for the namespace of everybody."""
+    """The run whose namespace the session belongs to; empty for the default namespace."""
 
     scope: int = 0
-    """The run's round: its namespace is created by the first who names it, and replaces that of an earlier round."""
+    """The run's round: the first hello that names it creates its namespace, which replaces an earlier round's."""
 
     round: int | None = None
-    """The number of the round for people."""
+    """The round's number, for people."""
 
     one_port: bool = False
-    """Whether the caller has its namespace only from the port where it called: it is not told of other servers, which
-    would take it for a client of the namespace of everybody."""
+    """Whether the client has its namespace only from the port that it connected to: it is not given other servers,
+    which would place it in the default namespace.
+    """
 
 
 class Welcome(Struct, array_like=True):
-    """Who answers: the server's identity, which it loses with its memory, and the caller's session."""
+    """The server: its identity, which it loses with its memory, and the client's session."""
 
     version: int
     server: bytes
@@ -125,24 +132,27 @@ class Welcome(Struct, array_like=True):
     grace_s: float
     resumed: bool
     recovery_s: float = 0.0
-    """How long a session may outlive the server's absence, where that is longer than the grace."""
+    """How long a session may outlive the server's absence, if longer than the grace period."""
 
     servers: Servers = []
-    """The addresses of all servers of a store that has several; of one that has not, none."""
+    """The addresses of all servers of a replicated store; empty for a single server."""
 
 
 class Notice(Struct):
-    """What is so about the server from now on. It is a map, so that a welcome, an array, is never mistaken for one."""
+    """A change of the server's condition. It is a map, so that a welcome, an array, is never mistaken for one."""
 
     servers: Servers | None = None
-    """The addresses of all servers of the store; None where they are as before, or not known."""
+    """The addresses of all servers of the store; None if unchanged or unknown."""
 
     trouble: Annotated[str, Meta(max_length=MAX_WHY)] = ""
-    """Why the server can answer nothing at the moment, for etcd does not answer it; empty: it can."""
+    """Why the server cannot answer now: etcd does not answer it. Empty if it can."""
+
+    denied: Annotated[str, Meta(max_length=MAX_WHY)] = ""
+    """A host that just failed to authenticate, and why; empty for other notices."""
 
 
 class Standby(Struct, array_like=True):
-    """Where to go instead: the address of the server that leads (empty: none does), those of all, and why not here."""
+    """Where to go instead: the leader's address (empty: no leader), all addresses, and why not here."""
 
     leader: Annotated[str, Meta(max_length=1024)]
     servers: Servers
@@ -152,16 +162,16 @@ class Standby(Struct, array_like=True):
 
 
 decode_request = msgspec.msgpack.Decoder(Operation).decode
-"""Read a request, checking all of it; raise one of `GARBLED` where it makes no sense."""
+"""Decode and validate a request; raise one of `GARBLED` if it is malformed."""
 
 ACT = b"\x97\x1c"
-"""How an `Act` begins, as our clients encode it."""
+"""The first bytes of an `Act`, as our clients encode it."""
 
 decode_act = msgspec.msgpack.Decoder(Act).decode
-"""Read a request that is an `Act`; raise one of `GARBLED` where it is none."""
+"""Decode a request that is an `Act`; raise one of `GARBLED` if it is not."""
 
 decode_hello = msgspec.msgpack.Decoder(Hello).decode
-"""Read a greeting; raise one of `GARBLED` where it is none."""
+"""Decode a hello; raise one of `GARBLED` if it is malformed."""
 
 _decode_standby = msgspec.msgpack.Decoder(Standby).decode
 _encode = msgspec.msgpack.Encoder().encode
@@ -175,34 +185,35 @@ def frame(body: Any) -> bytes:
 
 
 def standby(answer: Standby) -> bytes:
-    """Return what a server that stands by answers to a preface."""
+    """Return a standby server's answer to a preface."""
     return STANDBY + frame(answer)
 
 
 def read_standby(data: bytes) -> Standby | None:
-    """Read what a server that stands by answers; None where that is not whole yet. Raises BadMessage."""
+    """Decode a standby server's answer; return None while it is incomplete. Raises BadMessage."""
     for payload in Frames(STANDBY_BYTES).feed(data[len(STANDBY) :]):
         try:
             return _decode_standby(payload)
         except GARBLED as error:
-            raise BadMessage(f"malformed answer of a server that stands by: {error}") from None
+            raise BadMessage(f"malformed reply from standby server: {error}") from None
     return None
 
 
 @lru_cache(256)
 def _head(number: int, size: int) -> bytes:
-    head = _encode((number, Status.OK, (DONE, None)))[:-1]  # the answer comes last, and nil is one byte
+    head = _encode((number, ReplyStatus.OK, (DONE, None)))[:-1]  # the answer comes last; nil is one byte
     return _pack_length(len(head) + size) + head
 
 
 class SharedReply:
-    """A reply in two parts: a head with the number of the request, and a body that others get too, of one copy."""
+    """A reply in two parts: a head with the request's number, and a body shared by several replies as one copy."""
 
-    __slots__ = ("body", "head")
+    __slots__ = ("answer", "body", "head")
 
-    def __init__(self, number: int, body: Shared) -> None:
-        self.head = _head(number, len(body.data))
-        self.body = body.data
+    def __init__(self, number: int, answer: SharedAnswer) -> None:
+        self.head = _head(number, len(answer.data))
+        self.answer = answer
+        self.body = answer.data
 
     def __len__(self) -> int:
         return len(self.head) + len(self.body)
@@ -211,46 +222,76 @@ class SharedReply:
         return self.head + self.body
 
 
-def encode_answer(number: int, answer: Any) -> bytes | SharedReply:
-    """Make the reply to a request, or a push."""
+def encode_answer(number: int, answer: Any) -> Reply:
+    """Encode the reply to a request, or a push."""
     kind = answer.__class__
-    if kind in _PLAIN:
-        return frame((number, Status.OK, answer))
-    if kind is Done and answer.answer is None:
-        return _nothing(number)
-    if kind is Push:
-        return frame((0, answer.push, (answer.watch, *answer.event)))
-    if kind is Done and answer.answer.__class__ is Shared:
-        return SharedReply(number, answer.answer)
-    return frame((number, *pack(answer)))
+    try:
+        if kind in _PLAIN:
+            return frame((number, ReplyStatus.OK, answer))
+        if kind is Done and answer.answer is None:
+            return _nothing(number)
+        if kind is PushedEvent:
+            return frame((0, answer.push, (answer.watch, *answer.event)))
+        if kind is Done and answer.answer.__class__ is SharedAnswer:
+            return SharedReply(number, answer.answer)
+        return frame((number, *pack(answer)))
+    except TypeError:  # it contains a value in parts
+        body = (0, answer.push, (answer.watch, *answer.event)) if kind is PushedEvent else (number, *pack(answer))
+        parts = _in_parts(body)
+        return LongReply([_pack_length(sum(map(len, parts))), *parts])
+
+
+def _in_parts(data: Any) -> list[bytes]:
+    """Encode data that may contain values in parts, without copying them."""
+    if isinstance(data, LongValue):
+        return [b"\xc6" + len(data).to_bytes(4, "big"), *data.parts]
+    if isinstance(data, (list, tuple)):
+        size = len(data)
+        head = bytes((0x90 | size,)) if size < 16 else b"\xdd" + size.to_bytes(4, "big")
+        return [head, *chain.from_iterable(map(_in_parts, data))]
+    return [_encode(data)]
 
 
 @lru_cache(256)
 def _nothing(number: int) -> bytes:
-    """Make the reply to a call that came true, and brings nothing: many members have it, by about the same number."""
-    return frame((number, Status.OK, (DONE, None)))
+    """Encode a reply without a result; cached, because many members get it under about the same number."""
+    return frame((number, ReplyStatus.OK, (DONE, None)))
 
 
 def encode_items(items: Sequence[Any]) -> bytes:
-    """Encode a slice of a list, without the head that a list has."""
+    """Encode a slice of a list, without the list's head."""
     return b"".join(map(_encode, items))
 
 
 def encode_list_head(number: int, length: int, size: int) -> bytes:
-    """Make the first part of a reply that is a list of so many items, which take so many bytes encoded."""
-    head = b"\x93" + _encode(number) + _encode(Status.OK) + b"\xdd" + length.to_bytes(4, "big")
+    """Encode the first part of a reply that is a list of `length` items, `size` bytes when encoded."""
+    head = b"\x93" + _encode(number) + _encode(ReplyStatus.OK) + b"\xdd" + length.to_bytes(4, "big")
     return _pack_length(len(head) + size) + head
+
+
+def encode_value_head(number: int, size: int) -> bytes:
+    """Encode the first part of a reply that is one value, `size` bytes when encoded."""
+    head = b"\x93" + _encode(number) + _encode(ReplyStatus.OK)
+    return _pack_length(len(head) + size) + head
+
+
+def encode_item_head(size: int) -> bytes:
+    """Encode what precedes the bytes of an item of more than 65,535 bytes, or of fewer."""
+    return b"\xc6" + size.to_bytes(4, "big")
 
 
 _PLAIN = frozenset((int, bool, type(None), bytes, list, tuple))
 
+Reply = bytes | SharedReply | LongReply
+"""An encoded reply."""
+
 
 unpack_length = _LENGTH.unpack_from
-"""Read the length in front of a frame, as a tuple of one."""
+"""Read the length before a frame, as a tuple of one."""
 
 
 class Frames:
-    """Cuts a stream of bytes into the payloads of its frames."""
+    """Splits a byte stream into the payloads of its frames."""
 
     __slots__ = ("_buffer", "_limit", "held")
 
@@ -261,7 +302,7 @@ class Frames:
         """How many bytes of an unfinished frame are held."""
 
     def feed(self, data: bytes) -> Iterator[bytes]:
-        """Take what came, and yield each payload that is whole."""
+        """Take received bytes, and yield each complete payload."""
         if self._buffer:
             self._buffer += data
             self.held = len(self._buffer)

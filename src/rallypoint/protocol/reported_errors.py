@@ -1,7 +1,7 @@
-"""The errors that a server answers with, made anew at the client: a name and fields, which become one of our classes.
+"""Rebuild, at the client, the errors that a server answers with: a name and fields become one of our classes.
 
-Only the classes named here are made of what a peer says. Rejected: to look the name up among all errors. Some say what
-the client itself found out, and a server has no business to claim that.
+Only the classes listed here are built from a peer's data. Rejected: looking the name up among all errors. Some report
+what the client itself observed, and a server must not claim that.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from rallypoint.errors import (
     StoreFull,
     Unsupported,
 )
-from rallypoint.protocol.client import Reply
+from rallypoint.protocol.native_client import Reply
 
 __all__ = ["error_of"]
 
 
 def error_of(reply: Reply, store: str) -> RallypointError:
-    """Make the error that a server answered with."""
+    """Return the error that a server answered with."""
     try:
         kind, fields = reply.result
         if "key" in fields:

@@ -1,14 +1,15 @@
-"""The answer to a request of our protocol that makes no sense here, such as one of a later version.
+"""The answer to a native request that cannot be decoded, such as one of a later version.
 
-A request has a number, and whoever made it waits for an answer under that number. So as little is read as is needed to
-find it: what follows may be anything, and made msgspec give up already.
+A request has a number, and its client waits for an answer under that number. So only as much is decoded as is needed to
+find the number: the rest may be anything, and has already failed in msgspec.
 
-Rejected: to close the connection. A newer client would lose its session by trying what an older server does not know.
+Rejected: closing the connection. A newer client would lose its session by trying a request that an older server does
+not know.
 """
 
 from __future__ import annotations
 
-from rallypoint.core.records import Status
+from rallypoint.core.records import ReplyStatus
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import frame
 
@@ -16,15 +17,15 @@ __all__ = ["misunderstood"]
 
 
 def misunderstood(payload: bytes, error: Exception) -> bytes:
-    """Refuse a request that makes no sense here, if it has a number; without one there is nobody to answer."""
+    """Refuse a request that cannot be decoded; raise BadMessage if it has no number to answer under."""
     number = _number_in(payload)
     if not number:
         raise BadMessage(f"not a request: {error}")
-    return frame((number, Status.ERROR, ("Misunderstood", {"why": str(error)})))
+    return frame((number, ReplyStatus.ERROR, ("Misunderstood", {"why": str(error)})))
 
 
 def _number_in(payload: bytes) -> int:
-    """Read the second element of a msgpack array, if it is a positive integer, and nothing of what follows; else 0."""
+    """Return the second element of a msgpack array if it is a positive integer, ignoring the rest; else 0."""
     at = {0xDC: 3, 0xDD: 5}.get(payload[0] if payload else 0, 1 if payload[:1] and 0x92 <= payload[0] <= 0x9F else 0)
     if not at:
         return 0
