@@ -1,1 +1,1 @@
-"""A store in etcd: a thin client of etcd's v3 API, and every store operation as transactions on it."""
+"""A thin client of etcd's v3 API, over gRPC and over JSON, and a local cluster for experiments."""

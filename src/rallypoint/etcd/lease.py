@@ -1,9 +1,10 @@
-"""A lease of etcd that is kept alive: what hangs on it goes when its keeper is gone for its time to live.
+"""An etcd lease that is kept alive: its keys are deleted when it is not renewed within its time to live.
 
-`reached_at` is when etcd last said that it is alive, by our own clock and counted from the moment of asking: so
-whoever must not act on a lease that may have ended compares that with the time to live, and trusts no other clock.
+`reached_at` is the local time at which the last successful renewal was requested. A caller that must not act on an
+expired lease compares it with the time to live, and needs no other clock.
 
-Rejected: one stream that stays open. A member that hangs would keep it, and a short one finds another member.
+A keep-alive is a stream with one message each way, so it is made as a unary call. Rejected: a stream that stays open. A
+member that hangs would hold it, whereas each new call can use another member.
 """
 
 from __future__ import annotations
@@ -14,48 +15,48 @@ import time
 
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError
-from rallypoint.etcd import answers, messages
-from rallypoint.etcd.client import ATTEMPT_S, Client, stream_trouble
-from rallypoint.etcd.messages import Method
-from rallypoint.etcd.rpc import grpc
+from rallypoint.etcd import requests, responses
+from rallypoint.etcd.client import ATTEMPT_S, REQUIRE_LEADER, EtcdClient
+from rallypoint.etcd.requests import Method
+from rallypoint.etcd.rpc.status import RpcError
 
-__all__ = ["Lease"]
+__all__ = ["EtcdLease"]
 
 PAUSE_S = 0.1
 LOG_IN_S = 1.0
 
 
-class Lease:
+class EtcdLease:
     """One lease, kept alive from `keep` to `close`."""
 
-    def __init__(self, client: Client, identity: int, ttl_s: float) -> None:
+    def __init__(self, client: EtcdClient, identity: int, ttl_s: float) -> None:
         self.id = identity
         self.ttl_s = ttl_s
         self.reached_at = time.monotonic()
         self.ended = asyncio.Event()
-        """Set when etcd said that there is no such lease."""
+        """Set when etcd reports that the lease does not exist."""
 
         self._client = client
         self._task: asyncio.Task[None] | None = None
 
     @classmethod
-    async def grant(cls, client: Client, ttl_s: int, deadline: Deadline) -> Lease:
-        """Have a new lease granted; it is not kept alive yet."""
-        data = (await client.call(Method.LEASE_GRANT, messages.lease(0, ttl_s), deadline)).data
-        identity, granted_s = answers.read_lease(data)
+    async def grant(cls, client: EtcdClient, ttl_s: int, deadline: Deadline) -> EtcdLease:
+        """Create a lease; it is not kept alive yet."""
+        data = (await client.call(Method.LEASE_GRANT, requests.lease(0, ttl_s), deadline)).data
+        identity, granted_s = responses.read_lease(data)
         return cls(client, identity, granted_s or ttl_s)
 
     def keep(self) -> None:
-        """Keep it alive from now on."""
+        """Start to keep it alive."""
         self._task = asyncio.ensure_future(self._keep())
 
     async def revoke(self, deadline: Deadline) -> None:
-        """End it, with all that hangs on it."""
+        """Revoke it, which deletes its keys."""
         self.close()
-        await self._client.call(Method.LEASE_REVOKE, messages.lease(self.id), deadline)
+        await self._client.call(Method.LEASE_REVOKE, requests.lease(self.id), deadline)
 
     def close(self) -> None:
-        """Keep it alive no longer."""
+        """Stop keeping it alive."""
         if self._task is not None:
             self._task.cancel()
 
@@ -69,28 +70,21 @@ class Lease:
                 await asyncio.sleep(PAUSE_S)
 
     async def _beat(self) -> bool:
-        """Keep it alive once more; return whether etcd answered."""
+        """Renew it once; return whether etcd answered."""
         endpoint, since = self._client.some_endpoint(), time.monotonic()
-        stream = self._client.stream(Method.KEEP_ALIVE, endpoint, min(ATTEMPT_S, self.ttl_s / 3))
+        within_s, metadata = min(ATTEMPT_S, self.ttl_s / 3), (*self._client.metadata, REQUIRE_LEADER)
         try:
-            await stream.write(messages.lease(self.id))
-            await stream.done_writing()
-            data = await stream.read()
-        except (grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError) as error:
-            why = stream_trouble(error)
-            endpoint.failed(why, since)
-            if "auth token" in why:
+            data = await endpoint.channel.unary(Method.KEEP_ALIVE, requests.lease(self.id), within_s, metadata)
+        except RpcError as error:
+            endpoint.failed(error.why, since)
+            if "auth token" in error.why:
                 with contextlib.suppress(RallypointError):
                     await self._client.log_in(Deadline(LOG_IN_S))
             return False
-        finally:
-            stream.cancel()
-        if data is grpc.aio.EOF:
-            return False
         endpoint.answered()
-        ttl_s = answers.read_lease(data)[1]
+        ttl_s = responses.read_lease(data)[1]
         if ttl_s:
-            self.ttl_s = ttl_s  # it may have been granted to another
+            self.ttl_s = ttl_s  # another process may have granted it
         else:
             self.ended.set()
         return True

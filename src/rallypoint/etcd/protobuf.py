@@ -1,4 +1,4 @@
-"""Protobuf as it is on the wire, as much of it as etcd's messages need: numbers, bytes, and messages in messages."""
+"""The part of protobuf's wire format that etcd's messages need: numbers, bytes and nested messages."""
 
 from __future__ import annotations
 
@@ -22,22 +22,21 @@ def _varint(value: int) -> bytes:
     return bytes(out)
 
 
-def _tag(field: int, kind: int) -> bytes:
-    return _varint(field << 3 | kind)
-
-
 def chars(field: int, value: bytes) -> bytes:
-    """Write a field of bytes, or a message in a message."""
-    return _tag(field, _BYTES) + _varint(len(value)) + value
+    """Encode a field of bytes or a nested message."""
+    size = len(value)
+    if size < 128 and field < 16:
+        return bytes((field << 3 | _BYTES, size)) + value
+    return _varint(field << 3 | _BYTES) + _varint(size) + value
 
 
 def number(field: int, value: int) -> bytes:
-    """Write a field that is a number."""
-    return _tag(field, _VARINT) + _varint(value)
+    """Encode a number field."""
+    return _varint(field << 3 | _VARINT) + _varint(value)
 
 
 def fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a message: their numbers, and what they hold, as numbers or bytes."""
+    """Yield the field numbers and values of a message; values are integers or bytes."""
     at, end = 0, len(data)
     while at < end:
         tag, at = _read_varint(data, at)

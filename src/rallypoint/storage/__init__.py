@@ -1,8 +1,8 @@
-"""Where a server keeps its log: what the server asks of a storage.
+"""The storage of a server's log: the interface between a server and its storage.
 
-A server in memory has no storage and waits for nothing. With one, the server applies a batch of entries when the batch
-is committed. `file.py` is the storage in a directory, `etcd.py` that of a leader among several servers. Entries and
-snapshots are opaque bytes here; `rallypoint.core` gives them a meaning.
+A server in memory has no storage and waits for nothing. With a storage, the server applies a batch of entries once the
+batch is committed. `file/storage.py` stores the log in a directory, `etcd/storage.py` in etcd, for the leader of
+several servers. Entries and snapshots are opaque bytes here; `rallypoint.core` gives them a meaning.
 """
 
 from __future__ import annotations
@@ -13,46 +13,46 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     import asyncio
 
-__all__ = ["Done", "Storage"]
+__all__ = ["CommitCallback", "Storage"]
 
-Done = Callable[[BaseException | None], None]
-"""What a commit calls when it is over: with None, or with the error. Called in any thread."""
+CommitCallback = Callable[[BaseException | None], None]
+"""The callback of a commit: called with None or the error, in any thread."""
 
 
 class Storage(Protocol):
-    """A log with snapshots. First `recover`, then `attach`, then `commit` at will, at last `save` and `close`."""
+    """A log with snapshots. Call `recover`, then `attach`, then `commit` at will, finally `save` and `close`."""
 
     confirms: bool
-    """Whether reads have to wait for `confirm`, for another server may have taken over the log."""
+    """Whether reads must wait for `confirm`, because another server may have taken over the log."""
 
     def recover(self) -> tuple[Iterator[bytes] | None, Iterator[bytes]]:
         """Return the chunks of the newest snapshot (None: there is none), and the records committed after it.
 
-        Both are read while they are iterated over, in this order, and to their ends. Raises StorageDamaged meanwhile.
+        Iterate over both, in this order and to their ends; they are read lazily, and raise StorageDamaged.
         """
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on commit, save and close are called on this event loop, which may learn of the ends of commits."""
+        """Use this event loop to complete commits; `commit`, `save` and `close` are called on it from now on."""
 
-    def commit(self, records: Sequence[bytes], done: Done, urgent: bool = False) -> None:
-        """Make a batch durable, then call `done`, in any thread; return before. What is urgent may use a reserve.
+    def commit(self, records: Sequence[bytes], done: CommitCallback, urgent: bool = False) -> None:
+        """Start to make a batch durable; call `done` in any thread when it is. An urgent batch may use the reserve.
 
         DiskFull: nothing of the batch was kept, and a later commit may succeed. StorageFailed: the state of the disk
-        is unknown, and every later commit fails in the same way; the server has to end. The next commit is made
+        is unknown, and every later commit fails in the same way; the server must stop. Start the next commit only
         after `done` was called.
         """
 
-    def confirm(self, done: Done) -> None:
-        """Make sure that all that is committed was committed here, then call `done`; only where it `confirms`."""
+    def confirm(self, done: CommitCallback) -> None:
+        """Check that no other server has committed to the log, then call `done`; only for a storage that `confirms`."""
 
     def compact_if_due(self) -> bool:
-        """Start replacing the log by a snapshot if it has grown enough; return whether it did. Never blocks."""
+        """Start a compaction if the log has grown enough; return whether it was started. Never blocks."""
 
     def save(self, chunks: Iterable[bytes]) -> None:
-        """Write a snapshot of all that was committed. No commit may be under way until this returns."""
+        """Write a snapshot of everything committed. No commit may be in flight until this returns."""
 
     def close(self) -> None:
-        """Wait for the commit that is under way, and free what is held; harmless when it is closed already."""
+        """Wait for the commit in flight, and free all resources; harmless when repeated."""
 
     def statistics(self) -> dict[str, int | float]:
         """Return counts and sizes."""

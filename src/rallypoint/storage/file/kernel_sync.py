@@ -1,12 +1,11 @@
-"""`fdatasync` by the kernel: started with one call, and over when a descriptor becomes readable. Linux only.
+"""Asynchronous `fdatasync` by the kernel: started with one call, done when a descriptor is readable. Linux only.
 
-A thread that syncs needs the interpreter several times a commit, and has to fight a busy event loop for it: with 64
-clients that was 20 futex calls a commit, and a fifth of the server's processor time. Here a worker of the kernel waits
-for the disk (IOCB_CMD_FDSYNC of Linux's asynchronous I/O, since 4.18), and the event loop learns of the end as it
-learns of data on a socket. Where the kernel, a sandbox or a file system lacks it, `KernelSync` or its `start` raises
-OSError, and a thread has to sync.
+A thread that syncs needs the interpreter several times per commit, and competes with a busy event loop for it: with 64
+clients that took 20 futex calls per commit, and a fifth of the server's CPU time. Here a kernel worker waits for the
+disk (IOCB_CMD_FDSYNC of Linux AIO, since 4.18), and the event loop polls the descriptor like a socket. If the kernel, a
+sandbox or the file system does not support it, `KernelSync` or its `start` raises OSError, and a thread must sync.
 
-Rejected: io_uring. It does the same, with rings of shared memory to keep in order, and containers often forbid it.
+Rejected: io_uring. It does the same, needs rings of shared memory, and is often forbidden in containers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ import sys
 __all__ = ["KernelSync"]
 
 _SYSCALLS = {"x86_64": (206, 207, 208, 209), "aarch64": (0, 1, 4, 2)}
-"""The numbers of io_setup, io_destroy, io_getevents and io_submit."""
+"""System call numbers of io_setup, io_destroy, io_getevents and io_submit."""
 
 _FDSYNC, _RESFD = 3, 1
 _IOCB = struct.Struct("<QIIHhIQQqQII")  # data, -, flags, opcode, priority, fd, buffer, bytes, offset, -, flags, eventfd
@@ -29,7 +28,7 @@ _EVENT = struct.Struct("<QQqq")  # data, iocb, result, -
 
 
 class KernelSync:
-    """Syncs one file at a time, in the process that created this. Raises OSError where the kernel cannot do it."""
+    """Syncs one file at a time, in the process that created it. Raises OSError if the kernel does not support it."""
 
     def __init__(self) -> None:
         numbers = _SYSCALLS.get(platform.machine())
@@ -50,16 +49,16 @@ class KernelSync:
         self._event = ctypes.create_string_buffer(_EVENT.size)
 
     def fileno(self) -> int:
-        """Return the descriptor that becomes readable when a sync is over."""
+        """Return the descriptor that becomes readable when a sync is complete."""
         return self._fd
 
     def start(self, fd: int) -> None:
-        """Begin to sync a file; `finish` before the next one."""
+        """Start to sync a file; call `finish` before the next one."""
         _IOCB.pack_into(self._iocb, 0, 0, 0, 0, _FDSYNC, 0, fd, 0, 0, 0, 0, _RESFD, self._fd)
         self._call(self._submit, self._context, 1, self._iocbs)
 
     def finish(self, *, wait: bool = False) -> int | None:
-        """Return the error number of the sync, 0 if it succeeded, None while it is under way."""
+        """Return the errno of the sync, 0 if it succeeded, None while it is in progress."""
         try:
             os.eventfd_read(self._fd)  # first: the kernel signals an event after it has queued it
         except BlockingIOError:
@@ -70,14 +69,14 @@ class KernelSync:
         return -result
 
     def close(self) -> None:
-        """Free what the kernel holds, after a sync that is under way; harmless when it is closed already."""
+        """Wait for a sync in progress and free the kernel's resources; harmless when repeated."""
         if self._fd >= 0:
             self._call(self._destroy, self._context)
             os.close(self._fd)
             self._fd = -1
 
     def _call(self, number: int, *arguments: object) -> int:
-        """Make a system call; repeat it where a signal interrupts it."""
+        """Make a system call; repeat it if a signal interrupts it."""
         while True:
             result: int = self._syscall(number, *arguments)
             if result >= 0:

@@ -1,13 +1,13 @@
 """The data directory of a server: its file names, its lock, and the syncs that make names durable.
 
-    lock                   locked by the one process that writes; holds its process id and host name
+    lock                   locked by the one process that writes; contains its process id and host name
     log-<n>                a segment of the log; n is the sequence number of its first frame
-    snapshot-<n>           the state after frame n; the log goes on in log-<n+1>, which exists before the snapshot does
-    snapshot-<n>.<x>.tmp   a snapshot that is being written, or was when the process died
+    snapshot-<n>           the state after frame n; the log continues in log-<n+1>, which exists before the snapshot
+    snapshot-<n>.<x>.tmp   an unfinished snapshot, in progress or left by a process that died
 
-Other files are left alone. The lock is flock's: the kernel frees it when its process dies, so a lock file is never
-stale. It is not inherited by programs that the process starts (descriptors are close-on-exec), but by a plain fork.
-Rejected: a lock that is the existence of a file; somebody has to remove it after every crash.
+Other files are ignored. The lock is an flock: the kernel releases it when its process dies, so it is never stale.
+Programs that the process starts do not inherit it (descriptors are close-on-exec), but a plain fork does.
+Rejected: a lock by the existence of a file; it would have to be removed by hand after every crash.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NAME = re.compile(r"(log|snapshot)-([0-9]{20})(\.[0-9a-f]+\.tmp)?")
 
 
 class Listing(NamedTuple):
-    """The files of a directory that are ours: numbers of segments and snapshots in order, names of temporaries."""
+    """The storage's files in a directory: sorted numbers of segments and snapshots, names of temporary files."""
 
     segments: list[int]
     snapshots: list[int]
@@ -69,14 +69,14 @@ class DirectoryLock:
             os.ftruncate(self._fd, len(text))
 
     def release(self) -> None:
-        """Free the lock; the file stays, for removing it could take it from under the next process."""
+        """Release the lock; the file stays, because the next process may already have it open."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def make_directory(directory: str, mode: int = 0o700) -> None:
-    """Create a directory, for this user alone, and its parents where they are missing; make their names durable."""
+    """Create a directory, for this user alone, and missing parents; make their names durable."""
     if os.path.isdir(directory):
         return
     parent = os.path.dirname(directory)
@@ -90,7 +90,7 @@ def make_directory(directory: str, mode: int = 0o700) -> None:
 
 
 def list_directory(directory: str) -> Listing:
-    """Return which of our files a directory holds."""
+    """Return the storage's files in a directory."""
     listing = Listing([], [], [])
     for name in sorted(os.listdir(directory)):
         match = _NAME.fullmatch(name)
@@ -115,7 +115,7 @@ def snapshot_path(directory: str, covers: int) -> str:
 
 
 def temporary_path(directory: str, covers: int) -> str:
-    """Return a path at which nobody else writes a snapshot."""
+    """Return a unique path for writing a snapshot."""
     return f"{snapshot_path(directory, covers)}.{secrets.token_hex(8)}.tmp"
 
 
@@ -129,13 +129,13 @@ def sync_directory(directory: str) -> None:
 
 
 def remove_temporaries(directory: str) -> None:
-    """Remove snapshots that were never finished."""
+    """Remove unfinished snapshots."""
     for name in list_directory(directory).temporaries:
         os.unlink(os.path.join(directory, name))
 
 
 def remove_covered(directory: str, covers: int) -> None:
-    """Remove the segments and snapshots that a durable snapshot makes superfluous, oldest first.
+    """Remove the segments and snapshots that a durable snapshot replaces, oldest first.
 
     Every frame of a segment before log-<covers + 1> is covered: that segment existed before the snapshot did.
     """

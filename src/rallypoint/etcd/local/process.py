@@ -1,9 +1,9 @@
-"""`Process`: a process of another program, told from every later one that gets its number.
+"""`Process`: a process of another program, distinguished from every later process with the same pid.
 
-The kernel gives numbers again, so a pid in a file names nobody for certain. With it goes when the process was born: the
-boot of the machine, and the tick of its clock. A signal goes by way of a descriptor of the process that is opened
-first and looked at then, so that nothing slips in between. A zombie counts as ended: nothing of it runs.
-Rejected: files with locks that the process holds; etcd does not take descriptors over.
+The kernel reuses pids, so a pid in a file does not identify a process. `start_time` completes it: the boot id of the
+machine, and the start in clock ticks. To send a signal, a pidfd is opened first and the identity checked after that,
+so that the pid cannot be reused in between. A zombie counts as exited.
+Rejected: lock files held by the process. etcd does not inherit descriptors.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from rallypoint.deadline import Deadline
 
 __all__ = ["Process"]
 
-LOOK_S = 0.01
+POLL_S = 0.01
 _PROC = Path("/proc")
 
 
 @dataclass(frozen=True)
 class Process:
-    """One process: its number, and when it was born."""
+    """One process: its pid and its start time."""
 
     pid: int
-    born: str
+    start_time: str
 
     @classmethod
     def of(cls, pid: int) -> Process | None:
-        """Return the process that has this number now, or None."""
-        born = _born(pid)
-        return None if born is None else cls(pid, born)
+        """Return the process that has this pid now, or None."""
+        start_time = _start_time(pid)
+        return None if start_time is None else cls(pid, start_time)
 
     def running(self) -> bool:
-        """Say whether it is still there."""
-        return _born(self.pid) == self.born
+        """Return whether it is still running."""
+        return _start_time(self.pid) == self.start_time
 
     def signal(self, number: int) -> bool:
-        """Send a signal to this process and no other; say whether it was there."""
+        """Send a signal to this process and no other; return whether it was running."""
         with contextlib.ExitStack() as stack, contextlib.suppress(ProcessLookupError):
             descriptor = _descriptor(self.pid)
             if descriptor is not None:
@@ -57,16 +57,16 @@ class Process:
         return False
 
     def wait(self, deadline: Deadline) -> bool:
-        """Wait until it has ended, and say so; False at the deadline."""
+        """Wait until it has exited and return True; return False at the deadline."""
         while self.running():
             if deadline.expired():
                 return False
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         return True
 
 
 def _descriptor(pid: int) -> int | None:
-    """Return a descriptor of the process; None where the system has no such thing."""
+    """Return a pidfd of the process; None if the system does not support it."""
     if not hasattr(os, "pidfd_open"):
         return None
     try:
@@ -77,10 +77,10 @@ def _descriptor(pid: int) -> int | None:
         return None
 
 
-def _born(pid: int) -> str | None:
-    """Return when the process of this number was born, in words for comparing; None where none runs."""
+def _start_time(pid: int) -> str | None:
+    """Return the start time of the process with this pid, as text for comparison; None if none is running."""
     if not (_PROC / "self" / "stat").exists():
-        return _born_by_ps(pid)
+        return _start_time_by_ps(pid)
     try:
         fields = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
         boot = (_PROC / "sys/kernel/random/boot_id").read_text().strip()
@@ -90,7 +90,7 @@ def _born(pid: int) -> str | None:
     return None if ended else f"{boot} {fields[19]}"
 
 
-def _born_by_ps(pid: int) -> str | None:
-    asked = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    state, _, started = asked.stdout.strip().partition(" ")
+def _start_time_by_ps(pid: int) -> str | None:
+    listed = subprocess.run(["ps", "-o", "stat=,lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    state, _, started = listed.stdout.strip().partition(" ")
     return None if not started or state.startswith("Z") else started.strip()

@@ -1,12 +1,12 @@
-"""What writes the log: it commits one batch at a time, and begins a new segment when one is full.
+"""The writer of the log: commits one batch at a time, and starts a new segment when the last one is full.
 
-Small batches are written by whoever submits them and synced by the kernel (kernel_sync.py), once an event loop is there
-to learn of it; all that may take long is done in a thread: large batches, reserving space, beginning a segment, and
-every sync where the kernel cannot. Rejected: syncing on the server's event loop, which stalls every connection for as
-long as the disk takes.
+Once an event loop is attached, `submit` writes small batches itself and the kernel syncs them (kernel_sync.py). Work
+that may take long is done in a thread: large batches, reserving space, starting a segment, and every sync that the
+kernel cannot do. Rejected: syncing on the server's event loop, which stalls every connection for as long as the disk
+takes.
 
-A segment that cannot be followed by a new one now, for lack of space or of file descriptors, simply grows: where a
-segment ends matters only to compaction. Every error but a full disk is final, and all later jobs fail with it.
+If no new segment can be started, for lack of space or of file descriptors, the last one grows past its size, which
+matters only to compaction. Every error except a full disk is final: all later jobs fail with the same error.
 """
 
 from __future__ import annotations
@@ -21,12 +21,13 @@ from collections.abc import Mapping, Sequence
 from queue import SimpleQueue
 
 from rallypoint.errors import DiskFull, StoreClosed
-from rallypoint.storage import Done, room
-from rallypoint.storage.directory import segment_path
+from rallypoint.storage import CommitCallback
 from rallypoint.storage.errors import StorageFailed
-from rallypoint.storage.kernel_sync import KernelSync
-from rallypoint.storage.segment import frame_bytes
-from rallypoint.storage.segment_writer import NO_ROOM, SegmentWriter
+from rallypoint.storage.file import disk_space
+from rallypoint.storage.file.directory import segment_path
+from rallypoint.storage.file.kernel_sync import KernelSync
+from rallypoint.storage.file.segment import frame_bytes
+from rallypoint.storage.file.segment_writer import NO_ROOM, SegmentWriter
 
 __all__ = ["LogWriter"]
 
@@ -36,9 +37,9 @@ _log = logging.getLogger("rallypoint.storage")
 
 
 class LogWriter:
-    """The end of a log, from its last segment on, which it owns. `sequence` is the number of the last committed frame.
+    """Appends to a log; owns its last segment. `sequence` is the number of the last committed frame.
 
-    `closed` gives the sizes of the segments before the last one, by the numbers of their first frames.
+    `closed` maps the first frames of the earlier segments to their sizes.
     """
 
     def __init__(
@@ -48,33 +49,33 @@ class LogWriter:
         self.commits = 0
         self.failure: StorageFailed | None = None
         self._directory, self._segment_bytes = directory, segment_bytes
-        self._mutex = threading.Lock()  # guards the next three, which other threads read and change
+        self._mutex = threading.Lock()  # guards the next three, which several threads use
         self._segment = segment
         self._closed_bytes = dict(closed)
         self._is_closed = False
         self._snapshot_bytes = 0
-        self._tight = self._full = False  # whether a compaction is pressing; whether the last batch found no room
+        self._tight = self._full = False  # whether a compaction is urgent; whether the last batch found no room
         self._busy = False
         self._warned = False
         self._kernel: KernelSync | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._syncing: tuple[int, Done] | None = None  # what the kernel syncs: its size, and what to call then
-        self._jobs: SimpleQueue[tuple[Sequence[bytes] | None, Done, bool] | None] = SimpleQueue()
+        self._syncing: tuple[int, CommitCallback] | None = None  # size and callback of the batch that the kernel syncs
+        self._jobs: SimpleQueue[tuple[Sequence[bytes] | None, CommitCallback, bool] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="rallypoint log", daemon=True)
         self._thread.start()
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Let the kernel sync small batches from now on, where it can; `submit` and `done` are then this loop's."""
+        """Let the kernel sync small batches, if it can; from now on `submit` must be called on this loop."""
         try:
             self._kernel = KernelSync()
         except OSError as error:
-            _log.info("the kernel cannot sync by itself here, so a thread does: %s", error)
+            _log.info("no asynchronous fdatasync in this kernel; syncing in a thread: %s", error)
         else:
             self._loop = loop
             loop.add_reader(self._kernel.fileno(), self._finish_sync)
 
-    def submit(self, records: Sequence[bytes] | None, done: Done, urgent: bool = False) -> None:
-        """Have a batch committed, or with None a new segment begun, and then `done` called; one at a time.
+    def submit(self, records: Sequence[bytes] | None, done: CommitCallback, urgent: bool = False) -> None:
+        """Commit a batch, or with None start a new segment; then call `done`. One job at a time.
 
         Raises StoreClosed.
         """
@@ -82,20 +83,20 @@ class LogWriter:
             if self._is_closed:
                 raise StoreClosed(store=f"storage {self._directory}")
             if self._busy:
-                raise RuntimeError("a commit is under way; the next one has to wait for its end")
+                raise RuntimeError("a commit is in flight; wait for its end before the next one")
             self._busy = True
         if records is None or not self._start_sync(records, done):
             self._jobs.put((records, done, urgent))
 
-    def due(self) -> int | None:
-        """Return up to which frame the log is to be compacted, None if that is not worth while yet."""
+    def compaction_due(self) -> int | None:
+        """Return the last frame that a compaction should cover, or None if none is due."""
         with self._mutex:
             closed = sum(self._closed_bytes.values())
-            due = room.is_due(closed, self._snapshot_bytes, segment_bytes=self._segment_bytes, tight=self._tight)
+            due = disk_space.is_due(closed, self._snapshot_bytes, segment_bytes=self._segment_bytes, tight=self._tight)
             return self._segment.first - 1 if due else None
 
     def forget(self, covers: int, snapshot_bytes: int) -> None:
-        """Count the segments up to this frame no longer: a snapshot of this size covers them."""
+        """Stop counting the segments up to this frame: a snapshot of this size covers them."""
         with self._mutex:
             self._closed_bytes = {first: size for first, size in self._closed_bytes.items() if first > covers}
             self._snapshot_bytes = snapshot_bytes
@@ -111,7 +112,7 @@ class LogWriter:
             }
 
     def close(self) -> None:
-        """Wait until all jobs are done, and end the thread; harmless when it is closed already."""
+        """Finish the job in flight, and end the thread; harmless when repeated."""
         with self._mutex:
             if self._is_closed:
                 return
@@ -121,22 +122,22 @@ class LogWriter:
         if self._thread is not threading.current_thread():
             self._thread.join()
 
-    # The kernel
+    # Syncs by the kernel
 
-    def _start_sync(self, records: Sequence[bytes], done: Done) -> bool:
-        """Write a small batch, and have the kernel sync it; False: this is for the thread."""
+    def _start_sync(self, records: Sequence[bytes], done: CommitCallback) -> bool:
+        """Write a small batch, and let the kernel sync it; return False if the thread must do it."""
         segment = self._segment
         if self._kernel is None or self.failure is not None or segment.end >= self._segment_bytes:
             return False
         try:
             size = segment.try_write(records, self.sequence + 1)
         except Exception:
-            return False  # it meets the thread, too, and there it is reported
+            return False  # the thread meets the same error, and reports it
         if size:
             try:
                 self._kernel.start(segment.fileno())
             except OSError as error:
-                _log.info("the kernel cannot sync this log by itself, so a thread does: %s", error)
+                _log.info("no asynchronous fdatasync for this file system; syncing in a thread: %s", error)
                 self._close_kernel()
                 return False
             self._syncing = size, done
@@ -164,21 +165,21 @@ class LogWriter:
             self._kernel.close()
             self._kernel = None
 
-    def _report(self, done: Done, error: Exception | None) -> None:
+    def _report(self, done: CommitCallback, error: Exception | None) -> None:
         self._busy = False
         try:
             done(error)
         except Exception:
-            _log.exception("the callback of a commit raised an error")
+            _log.exception("bug: the callback of a commit failed")
 
     # The thread
 
     def _run(self) -> None:
         while self._work(self._jobs.get()):
-            pass  # nothing here refers to the last batch while the next is awaited
+            pass  # keep no reference to the last batch while waiting for the next
         self._segment.close()
 
-    def _work(self, job: tuple[Sequence[bytes] | None, Done, bool] | None) -> bool:
+    def _work(self, job: tuple[Sequence[bytes] | None, CommitCallback, bool] | None) -> bool:
         if job is None:
             return False
         records, done, urgent = job
@@ -186,7 +187,7 @@ class LogWriter:
         return True
 
     def _attempt(self, records: Sequence[bytes] | None, urgent: bool) -> Exception | None:
-        """Do a job; return the error, which is final if it is StorageFailed."""
+        """Do a job; return its error, which is final if it is StorageFailed."""
         try:
             if records is None:
                 self._roll()
@@ -213,21 +214,21 @@ class LogWriter:
         self._full = self._full and urgent
 
     def _keep_room(self, size: int) -> None:
-        """Before the segment grows: see to it that the log can be compacted; DiskFull where it must be first."""
+        """Before the segment grows, keep room for a compaction. Raises DiskFull if the log must be compacted first."""
         growth = self._segment.growth(size)
         if not growth:
             return
         left = _free_bytes(self._directory) - growth
         closed, end, snapshot = sum(self._closed_bytes.values()), self._segment.end, self._snapshot_bytes
-        self._tight = room.is_tight(closed + end, snapshot, 0 if self._full else left)
+        self._tight = disk_space.is_tight(closed + end, snapshot, 0 if self._full else left)
         if self._tight and end > closed:
             self._try_roll()
-        if not room.leaves_room(sum(self._closed_bytes.values()), snapshot, left):
+        if not disk_space.leaves_room(sum(self._closed_bytes.values()), snapshot, left):
             path = segment_path(self._directory, self._segment.first)
-            raise DiskFull(path=path, why="the space left is kept for compacting the log", number=errno.ENOSPC)
+            raise DiskFull(path=path, why="the space left is reserved for compacting the log", number=errno.ENOSPC)
 
     def _try_roll(self) -> None:
-        """Begin a new segment, or go on with the last one where that cannot be now."""
+        """Start a new segment, or continue the last one if that is not possible now."""
         try:
             self._roll()
             self._warned = False
@@ -235,11 +236,11 @@ class LogWriter:
             if error.errno not in _CANNOT_ROLL_NOW:
                 raise
             if not self._warned:
-                _log.warning("cannot begin a new segment now, so the last one grows on: %s", error)
+                _log.warning("cannot start a new segment; the last one keeps growing: %s", error)
             self._warned = True
 
     def _roll(self) -> None:
-        """Begin a new segment, unless the last one is empty."""
+        """Start a new segment, unless the last one is empty."""
         last = self._segment
         if not last.end:
             return
@@ -257,6 +258,6 @@ class LogWriter:
 
 def _free_bytes(directory: str) -> int:
     found = os.statvfs(directory)
-    if not found.f_blocks:  # this file system does not say
+    if not found.f_blocks:  # this file system does not report its size
         return sys.maxsize
     return found.f_frsize * (found.f_bfree if os.geteuid() == 0 else found.f_bavail)

@@ -1,6 +1,6 @@
-"""A member of a local cluster: what is written down of it, the command that runs it, and how to ask it something.
+"""A member of a local cluster: its record in cluster.json, its command line, and HTTP requests to it.
 
-Rejected: a configuration file for each member; etcd ignores all flags beside one, and `ps` would not say what runs.
+Rejected: a configuration file for each member. With one, etcd ignores all flags, and `ps` would not show the settings.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.etcd.process import Process
+from rallypoint.etcd.local.process import Process
 
-__all__ = ["HOST", "Member", "Record", "arguments", "ask", "environment", "find_binary", "free_ports"]
+__all__ = ["HOST", "EtcdMember", "ClusterRecord", "arguments", "ask", "environment", "find_binary", "free_ports"]
 
 HOST = "127.0.0.1"
-"""Local members listen here only."""
+"""The only address on which local members listen."""
 
-ASK_S = 2.0
+REQUEST_S = 2.0
 LOWEST_PORT = 10_000
 FLAGS = (
     "--initial-cluster-state=new",
@@ -37,45 +37,45 @@ FLAGS = (
     "--log-outputs=stderr",
     "--log-level=warn",
 )
-"""What suits small clusters; etcd 3.4 and all later have these flags."""
+"""Flags for small clusters, valid for etcd 3.4 and later."""
 
 
-class Member(msgspec.Struct):
-    """A member as cluster.json has it; the others dial `dialled_port`, which is `peer_port` but in tests."""
+class EtcdMember(msgspec.Struct):
+    """A member in cluster.json; others connect to `advertised_port`, which differs from `peer_port` only in tests."""
 
     name: str
     client_port: int
     peer_port: int
-    dialled_port: int
+    advertised_port: int = msgspec.field(name="dialled_port")
     pid: int | None = None
-    born: str | None = None
+    start_time: str | None = msgspec.field(default=None, name="born")
 
     @property
     def process(self) -> Process | None:
-        """The process of this member that was started last, or None."""
-        return None if self.pid is None or self.born is None else Process(self.pid, self.born)
+        """The last started process of this member, or None."""
+        return None if self.pid is None or self.start_time is None else Process(self.pid, self.start_time)
 
     def running(self) -> bool:
-        """Say whether its process is there."""
+        """Return whether its process is running."""
         return self.process is not None and self.process.running()
 
-    def healthy(self, timeout_s: float = ASK_S) -> bool:
-        """Say whether it answers, and knows a leader that has a quorum."""
+    def healthy(self, timeout_s: float = REQUEST_S) -> bool:
+        """Return whether it answers and has a leader with a quorum."""
         try:
             return bool(ask(self.client_port, "/health", timeout_s=timeout_s)["health"] == "true")
         except (OSError, HTTPException, ValueError, KeyError):
             return False
 
 
-class Record(msgspec.Struct):
-    """All that is written down of a cluster."""
+class ClusterRecord(msgspec.Struct):
+    """The contents of cluster.json."""
 
     token: str
-    members: list[Member]
+    members: list[EtcdMember]
 
     @classmethod
-    def load(cls, path: Path) -> Record | None:
-        """Read it; None where there is none. Raises ValueError where the file is damaged."""
+    def load(cls, path: Path) -> ClusterRecord | None:
+        """Read the file; return None if it does not exist. Raises ValueError if it is damaged."""
         try:
             record = msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
@@ -87,28 +87,28 @@ class Record(msgspec.Struct):
         return record
 
     def save(self, path: Path) -> None:
-        """Replace what is written down, as a whole."""
-        draft = path.with_suffix(".new")
-        with draft.open("wb") as file:
+        """Replace the file atomically."""
+        temporary = path.with_suffix(".new")
+        with temporary.open("wb") as file:
             file.write(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
             file.flush()
             os.fsync(file.fileno())
-        draft.replace(path)
+        temporary.replace(path)
 
 
 def find_binary() -> str:
-    """Return the path of the etcd program; raise FileNotFoundError with what to install."""
+    """Return the path of the etcd program; raise FileNotFoundError that says how to install it."""
     found = shutil.which("etcd") or shutil.which("etcd", path="/usr/bin:/usr/local/bin")
     if found is None:
         raise FileNotFoundError(
-            "there is no program `etcd` on the path or in /usr/bin: install it (Debian, Ubuntu: apt-get install "
+            "no program `etcd` on the path or in /usr/bin: install it (Debian, Ubuntu: apt-get install "
             "etcd-server; others: the releases of github.com/etcd-io/etcd)"
         )
     return found
 
 
-def ask(port: int, path: str, body: Any = None, timeout_s: float = ASK_S) -> dict[str, Any]:
-    """Ask a member by HTTP: GET, or POST where there is a body; raises OSError, HTTPException or ValueError."""
+def ask(port: int, path: str, body: Any = None, timeout_s: float = REQUEST_S) -> dict[str, Any]:
+    """Send a member an HTTP request, POST if there is a body; raises OSError, HTTPException or ValueError."""
     connection = HTTPConnection(HOST, port, timeout=timeout_s)
     try:
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
@@ -116,14 +116,14 @@ def ask(port: int, path: str, body: Any = None, timeout_s: float = ASK_S) -> dic
     finally:
         connection.close()
     if not isinstance(found, dict):
-        raise ValueError(f"{path} of port {port} is no object: {found!r}")
+        raise ValueError(f"{path} of port {port} is not an object: {found!r}")
     return found
 
 
-def arguments(member: Member, all_members: Sequence[Member], folder: Path, token: str) -> list[str]:
-    """Return the flags that run a member, with its data in a folder."""
-    client, peer, dialled = (
-        f"http://{HOST}:{port}" for port in (member.client_port, member.peer_port, member.dialled_port)
+def arguments(member: EtcdMember, all_members: Sequence[EtcdMember], folder: Path, token: str) -> list[str]:
+    """Return the flags of a member with its data in `folder`."""
+    client, peer, advertised = (
+        f"http://{HOST}:{port}" for port in (member.client_port, member.peer_port, member.advertised_port)
     )
     return [
         f"--name={member.name}",
@@ -131,21 +131,21 @@ def arguments(member: Member, all_members: Sequence[Member], folder: Path, token
         f"--listen-client-urls={client}",
         f"--advertise-client-urls={client}",
         f"--listen-peer-urls={peer}",
-        f"--initial-advertise-peer-urls={dialled}",
-        "--initial-cluster=" + ",".join(f"{one.name}=http://{HOST}:{one.dialled_port}" for one in all_members),
+        f"--initial-advertise-peer-urls={advertised}",
+        "--initial-cluster=" + ",".join(f"{one.name}=http://{HOST}:{one.advertised_port}" for one in all_members),
         f"--initial-cluster-token={token}",
         *FLAGS,
     ]
 
 
 def environment() -> dict[str, str]:
-    """Return this process's environment without what etcd would take for flags."""
-    kept = ("ETCD_UNSUPPORTED_ARCH",)  # without which etcd 3.4 does not run on ARM
+    """Return this process's environment without the variables that etcd reads as flags."""
+    kept = ("ETCD_UNSUPPORTED_ARCH",)  # etcd 3.4 needs it on ARM
     return {name: value for name, value in os.environ.items() if not name.startswith("ETCD_") or name in kept}
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports that were free a moment ago, and that the system gives to nobody who does not ask for them."""
+    """Return ports that were free a moment ago and are outside the ephemeral range."""
     try:
         ends = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
     except (OSError, ValueError):

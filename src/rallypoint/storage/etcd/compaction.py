@@ -1,15 +1,15 @@
-"""Compaction of a log in etcd: a child process folds snapshot and log into a new snapshot, then deletes what it covers.
+"""Compaction of a log in etcd: a child process folds snapshot and log into a new snapshot, then deletes the old ones.
 
-The child reads all that from etcd itself, and is told what to do on its standard input, for the address may have a
-password in it. Every write of its own compares the epoch of the leader that started it, so one that outlives its leader
-does no harm. The head of a snapshot is written only in place of the one before: a write that comes late, from a member
-that hung, must not bring back a snapshot whose parts are deleted. A follower that still reads what is deleted begins
-again with the new snapshot.
+The child reads snapshot and log from etcd. It gets its job on standard input, because the address may contain a
+password. Each of its writes compares the epoch of the leader that started it, so a child that outlives its leader is
+harmless. The head of a snapshot only replaces the previous head, by compare-and-set: a delayed write, from an etcd
+member that hung, must not restore a snapshot whose parts are deleted. A follower that still reads deleted keys restarts
+with the new snapshot.
 
-It is due when the log has grown by as much as the last snapshot holds, and by `LEAST_BYTES`. If the child fails, the
-log grows, the reason is logged, and it is tried again after a while.
+A compaction is due when the log has grown by more than the size of the last snapshot and by more than `LEAST_BYTES`. If
+the child fails, the log grows, the reason is logged, and the compaction is retried after `RETRY_S`.
 
-Rejected: a snapshot made by the leader itself. To write down a large state takes seconds, in which nobody is answered.
+Rejected: a snapshot written by the leader itself. Encoding a large state takes seconds, in which no client is answered.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ from rallypoint.core.snapshot import read, write
 from rallypoint.core.state import State
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError
-from rallypoint.etcd import answers, messages
+from rallypoint.etcd import requests, responses
 from rallypoint.etcd.address import Address
-from rallypoint.etcd.client import Client
-from rallypoint.etcd.messages import Compare, Method, Op, Txn
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.requests import Compare, Method, Txn, TxnOp
 from rallypoint.storage.errors import Deposed
-from rallypoint.storage.etcd_batch import Assembler, pack
-from rallypoint.storage.etcd_layout import Layout, SnapshotHead, encode
-from rallypoint.storage.etcd_reader import Reader
+from rallypoint.storage.etcd.batch import Assembler, pack
+from rallypoint.storage.etcd.layout import Layout, SnapshotHead, encode
+from rallypoint.storage.etcd.reader import Reader
 
-__all__ = ["EtcdCompactor", "Job", "SnapshotWriter", "main"]
+__all__ = ["EtcdCompactor", "EtcdCompactionJob", "SnapshotWriter", "main"]
 
 LEAST_BYTES = 32 * 1024 * 1024
-"""How much the log must have grown at least."""
+"""Minimum growth of the log before a compaction."""
 
 RETRY_S = 30.0
 CALL_S = 60.0
-"""How long one call of the child may take."""
+"""Timeout of one call of the child to etcd."""
 
-DELETED = 1024
-"""How many places of the log are deleted at a time."""
+DELETE_BATCH = 1024
+"""Number of log indexes deleted at a time."""
 
 _BOOT = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from rallypoint.storage.etcd_compaction import main; main()"
+    "from rallypoint.storage.etcd.compaction import main; main()"
 )
 _log = logging.getLogger("rallypoint.storage")
 
 
-class Job(msgspec.Struct, frozen=True):
-    """What to fold: the log up to an index, in the epoch and on the lease of the leader."""
+class EtcdCompactionJob(msgspec.Struct, frozen=True):
+    """A job of the child: fold the log up to `index`, in the epoch and on the lease of the leader."""
 
     address: Address
     epoch: int
@@ -84,11 +84,11 @@ class EtcdCompactor:
         self._log_bytes += size
 
     def start_if_due(self, index: int) -> bool:
-        """Start a child that folds the log up to an index, if it is due; return whether it was started."""
+        """Start a child that folds the log up to an index, if that is due; return whether it was started."""
         due = self._log_bytes > max(LEAST_BYTES, self._snapshot_bytes)
         if not due or (self._task is not None and not self._task.done()) or time.monotonic() < self._retry_at:
             return False
-        job = Job(self._address, self._epoch, self._lease, index, os.getpid())
+        job = EtcdCompactionJob(self._address, self._epoch, self._lease, index, os.getpid())
         self._task = asyncio.ensure_future(self._run(job, self._log_bytes))
         return True
 
@@ -106,7 +106,7 @@ class EtcdCompactor:
             "failed_compactions": self._failures,
         }
 
-    async def _run(self, job: Job, covered: int) -> None:
+    async def _run(self, job: EtcdCompactionJob, covered: int) -> None:
         try:
             out, why = await _run_child(msgspec.json.encode(job))
         except OSError as error:
@@ -118,11 +118,11 @@ class EtcdCompactor:
         else:
             self._failures += 1
             self._retry_at = time.monotonic() + RETRY_S
-            _log.warning("the log in %s could not be compacted, and grows: %s", self._address.name, why)
+            _log.warning("compaction of %s failed, next attempt in %g s: %s", self._address.name, RETRY_S, why)
 
 
 async def _run_child(job: bytes) -> tuple[bytes, str]:
-    """Return what the child wrote, or nothing and the reason why it failed."""
+    """Run the child; return its output and "", or nothing and the reason of its failure."""
     pipe = asyncio.subprocess.PIPE
     arguments = (sys.executable, "-c", _BOOT, json.dumps(sys.path))
     child = await asyncio.create_subprocess_exec(*arguments, stdin=pipe, stdout=pipe, stderr=pipe)
@@ -141,8 +141,8 @@ async def _run_child(job: bytes) -> tuple[bytes, str]:
 
 
 def main() -> None:
-    """Fold a log, as standard input says; write the size of the snapshot to standard output."""
-    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    """Fold a log as the job on standard input says; write the size of the snapshot to standard output."""
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=EtcdCompactionJob)
     os.nice(10)
     try:
         print(asyncio.run(_fold(job)))
@@ -150,9 +150,9 @@ def main() -> None:
         sys.exit(str(error))
 
 
-async def _fold(job: Job) -> int:
+async def _fold(job: EtcdCompactionJob) -> int:
     layout = Layout(job.address.space)
-    client = Client(job.address.endpoints, job.address.access, job.address.name)
+    client = EtcdClient(job.address.endpoints, job.address.access, job.address.name)
     reader = Reader(client, layout)
     head = await reader.head(Deadline(CALL_S))
     state, after = State(), 0
@@ -173,49 +173,52 @@ async def _fold(job: Job) -> int:
             parts, size = parts + 1, size + len(value)
     await writer.replace_head(head.snapshot, SnapshotHead(job.index, parts, size))
     await writer.delete_before(job.index, after)
-    await client.close()
+    client.close()
     return size
 
 
 class SnapshotWriter:
-    """Writes a snapshot in the name of the leader, while it leads."""
+    """Writes a snapshot on behalf of the leader, as long as it leads."""
 
-    def __init__(self, client: Client, layout: Layout, job: Job) -> None:
+    def __init__(self, client: EtcdClient, layout: Layout, job: EtcdCompactionJob) -> None:
         self._client, self._layout, self._job = client, layout, job
 
     async def put(self, key: bytes, value: bytes) -> None:
-        await self._do(messages.put(key, value, self._job.lease))
+        """Write a part of the snapshot."""
+        await self._do(requests.put(key, value, self._job.lease))
 
     async def replace_head(self, old: SnapshotHead | None, new: SnapshotHead) -> None:
-        """Have readers begin with the new snapshot."""
+        """Publish the new snapshot, if `old` is still the current one."""
         key, value = self._layout.snapshot, encode(new)
-        before = messages.version_is(key, 0) if old is None else messages.value_is(key, encode(old))
-        found = await self._do(messages.put(key, value, self._job.lease), [before], [messages.get(key)])
+        before = requests.version_is(key, 0) if old is None else requests.value_is(key, encode(old))
+        found = await self._do(requests.put(key, value, self._job.lease), [before], [requests.get(key)])
         if found is not None and [one.value for one in found[0].kvs] != [value]:
             raise self._deposed()
 
     async def delete_before(self, index: int, after: int) -> None:
-        """Delete what a snapshot covers: the log up to its index, and earlier snapshots.
+        """Delete the log up to the index of a snapshot, and earlier snapshots.
 
-        What is before `after` was deleted by earlier ones, but for appends that were made again and came late.
+        Earlier compactions deleted the log up to `after`, except for retried appends that were executed later.
         """
         layout = self._layout
-        await self._do(messages.delete(layout.snapshots, layout.parts(index)))
-        for first in range(after + 1, index + 1, DELETED):
-            end = layout.entry(min(first + DELETED, index + 1))
-            await self._do(messages.delete(layout.entries, end))
+        await self._do(requests.delete(layout.snapshots, layout.parts(index)))
+        for first in range(after + 1, index + 1, DELETE_BATCH):
+            end = layout.entry(min(first + DELETE_BATCH, index + 1))
+            await self._do(requests.delete(layout.entries, end))
 
-    async def _do(self, op: Op, compares: Sequence[Compare] = (), seen: Sequence[Op] = ()) -> list[Any] | None:
-        """Do something while the leader leads; where more is compared and does not hold, return what is seen then."""
+    async def _do(
+        self, op: TxnOp, compares: Sequence[Compare] = (), on_failure: Sequence[TxnOp] = ()
+    ) -> list[Any] | None:
+        """Execute an operation while the leader leads; if a comparison fails, return the results of `on_failure`."""
         job = self._job
         if os.getppid() != job.parent_pid:
-            sys.exit("its server is gone")
+            sys.exit("the server that started the compaction has ended")
         fence = self._layout.fence(job.epoch, job.lease)
-        txn = Txn([*fence, *compares], [op], seen)
-        result = answers.read_txn((await self._client.call(Method.TXN, txn.encode(), Deadline(CALL_S))).data)
+        txn = Txn([*fence, *compares], [op], on_failure)
+        result = responses.read_txn((await self._client.call(Method.TXN, txn.encode(), Deadline(CALL_S))).data)
         if result.succeeded:
             return None
-        if not seen:
+        if not on_failure:
             raise self._deposed()
         return result.answers
 

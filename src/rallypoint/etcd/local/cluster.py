@@ -1,14 +1,14 @@
-"""`LocalCluster`: a few members of etcd on this machine, for trying and for tests, kept in one folder.
+"""`LocalCluster`: a small etcd cluster on this machine, for experiments and tests, in one directory D.
 
-    D/cluster.json     who the members are: ports, pids, when they were born; replaced as a whole, never rewritten
+    D/cluster.json     the members: ports, pids and start times; replaced atomically
     D/memberN          the data of a member
-    D/memberN.log      what it says
+    D/memberN.log      its log
 
-Members are processes of their own and outlive us. The next `up` finds them by the file, and starts those that have
-died; `down` ends them and nobody else (process.py). One call at a time works on a folder: it holds a lock on it.
-Ports are chosen once, below those that the system gives to outgoing connections, so that a member that was away finds
-its own still free; where another program is faster to take one, the first start begins anew with others.
-Rejected: asking `etcdctl`; etcd answers HTTP, and Debian packs the two apart.
+Members are independent processes that outlive this one. The next `up` finds them by cluster.json and restarts the dead
+ones; `down` stops them and no other process (process.py). A lock on the directory admits one call at a time.
+Ports are chosen once, below the ephemeral range, so that they are still free when a member restarts. If another program
+takes one before the first start, that start is repeated with other ports.
+Rejected: `etcdctl`. etcd speaks HTTP, and Debian packages `etcdctl` separately.
 """
 
 from __future__ import annotations
@@ -27,37 +27,47 @@ from pathlib import Path
 import msgspec
 
 from rallypoint.deadline import Deadline, Timeout
-from rallypoint.errors import RallypointError
-from rallypoint.etcd.member import HOST, Member, Record, arguments, environment, find_binary, free_ports
-from rallypoint.etcd.process import Process
+from rallypoint.errors import RallypointError, WithFields
+from rallypoint.etcd.local.member import (
+    HOST,
+    ClusterRecord,
+    EtcdMember,
+    arguments,
+    environment,
+    find_binary,
+    free_ports,
+)
+from rallypoint.etcd.local.process import Process
 
-__all__ = ["LocalCluster", "LocalClusterError", "Standing"]
+__all__ = ["LocalCluster", "LocalClusterError", "MemberStatus"]
 
-START_S, STOP_S, ASK_S, LOOK_S = 60.0, 3.0, 2.0, 0.02
+START_S, STOP_S, REQUEST_S, POLL_S = 60.0, 3.0, 2.0, 0.02
+"""Timeouts of a start, of each signal of a stop, and of a health check; the interval between checks."""
+
 ATTEMPTS = 10
-MOST_MEMBERS = 9
+MAX_MEMBERS = 9
 _BEGIN = "---- rallypoint starts"
 _TAKEN = "address already in use"
 _children: list[subprocess.Popen[bytes]] = []
-"""Members that this process has started: kept, for one that is forgotten while it runs makes Python complain."""
+"""Members that this process has started; Python warns when a running child's Popen is collected."""
 
 
-class LocalClusterError(RallypointError):
-    """A local cluster could not be started, found or ended; `folder` says which."""
+class LocalClusterError(WithFields, RallypointError):
+    """A local cluster, in `folder`, could not be started, found or stopped."""
 
     folder: str
     why: str
 
-    def __init__(self, *, folder: str, why: str) -> None:
-        super().__init__(f"local etcd cluster in {folder}: {why}", folder=folder, why=why)
+    def _sentence(self) -> str:
+        return f"local etcd cluster in {self.folder}: {self.why}"
 
 
 class _PortTaken(LocalClusterError):
-    """A member could not listen."""
+    """A member could not listen on its port."""
 
 
-class Standing(msgspec.Struct, frozen=True):
-    """How a member stands."""
+class MemberStatus(msgspec.Struct, frozen=True):
+    """The state of a member."""
 
     name: str
     endpoint: str
@@ -67,7 +77,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class LocalCluster:
-    """The cluster in a folder. `flags` go to every member, after our own; `dialled_ports` are for proxies in tests."""
+    """The cluster in a folder. `flags` are appended to those of every member; tests advertise the ports of proxies."""
 
     def __init__(
         self,
@@ -75,23 +85,23 @@ class LocalCluster:
         *,
         binary: str | None = None,
         flags: Sequence[str] = (),
-        dialled_ports: Sequence[int] = (),
+        advertised_ports: Sequence[int] = (),
     ) -> None:
         self.folder = Path(folder).absolute()
         self._binary = binary
         self._flags = tuple(flags)
-        self._dialled_ports = tuple(dialled_ports)
+        self._advertised_ports = tuple(advertised_ports)
         self._file = self.folder / "cluster.json"
 
     @property
-    def members(self) -> list[Member]:
-        """The members as the file has them now; none where there is no cluster."""
+    def members(self) -> list[EtcdMember]:
+        """The members now in cluster.json; empty if there is no cluster."""
         record = self._read()
         return record.members if record else []
 
     @property
     def endpoints(self) -> list[str]:
-        """Where clients find the members, as host:port."""
+        """The members' client addresses, as host:port."""
         return [f"{HOST}:{member.client_port}" for member in self.members]
 
     @property
@@ -99,20 +109,20 @@ class LocalCluster:
         """The URL for `rallypoint.connect`."""
         return "etcd://" + ",".join(self.endpoints)
 
-    def status(self) -> list[Standing]:
-        """Return how each member stands."""
+    def status(self) -> list[MemberStatus]:
+        """Return the state of each member."""
         members = self.members
         return [
-            Standing(member.name, endpoint, member.pid, member.running(), member.running() and member.healthy())
+            MemberStatus(member.name, endpoint, member.pid, member.running(), member.running() and member.healthy())
             for member, endpoint in zip(members, self.endpoints, strict=True)
         ]
 
     def up(self, size: int | None = None, port: int | None = None, timeout: Timeout = START_S) -> list[str]:
-        """Start what does not run, wait until every member is healthy, and return who was started.
+        """Start the members that are not running, wait until all are healthy, and return the names of those started.
 
-        A new cluster has `size` members (3), at `port` and the ports after it, two a member, or at free ones. Raises
-        LocalClusterError, with the last words of a member that does not come up, and ValueError where the cluster that
-        is there has another size or port.
+        A new cluster has `size` members (3). Each uses two consecutive ports, from `port` on, or free ports. Raises
+        LocalClusterError, with the end of the log of a member that does not start, and ValueError if the existing
+        cluster has another size or port.
         """
         deadline = Deadline(timeout)
         binary = self._binary or find_binary()
@@ -129,36 +139,36 @@ class LocalCluster:
             return [member.name for member in dead]
 
     def down(self, purge: bool = False, timeout: Timeout = START_S) -> list[str]:
-        """End the members that run, and return who that was; `purge` removes their data, logs and cluster.json too."""
+        """Stop the running members and return their names; `purge` also removes their data, logs and cluster.json."""
         _reap()
         if not self.folder.is_dir():
             return []
         with self._locked(Deadline(timeout)):
             if (record := self._read()) is None:
                 return []
-            ended = self._end(record.members, at_once=purge)
+            stopped = self._stop(record.members, at_once=purge)
             record.save(self._file)
             if purge:
                 self._remove(record, logs=True)
         if purge:
             with contextlib.suppress(OSError):
-                self.folder.rmdir()  # only if nothing else is there
-        return ended
+                self.folder.rmdir()  # fails if it holds other files
+        return stopped
 
     def start(self, index: int, timeout: Timeout | None = START_S) -> None:
-        """Start one member that has ended, and wait until it is healthy; with None, do not wait."""
+        """Start one member that has exited, and wait until it is healthy; with timeout None, do not wait."""
         deadline = Deadline(START_S if timeout is None else timeout)
         with self._locked(deadline):
             if (record := self._read()) is None:
-                raise self._wrong("there is none")
+                raise self._error("no such cluster")
             member = record.members[index]
             if not member.running():
                 self._start(record, member, self._binary or find_binary())
         if timeout is not None:
             self._await([member], deadline)
 
-    def _start(self, record: Record, member: Member, binary: str) -> None:
-        """Start the process of a member, and write down who it is."""
+    def _start(self, record: ClusterRecord, member: EtcdMember, binary: str) -> None:
+        """Start the process of a member, and record its pid and start time."""
         _reap()
         with self._log(member).open("ab") as log:
             log.write(f"{_BEGIN} {member.name}\n".encode())
@@ -174,23 +184,21 @@ class LocalCluster:
             )
         _children.append(child)
         process = Process.of(child.pid)
-        member.pid, member.born = child.pid, process.born if process else None
+        member.pid, member.start_time = child.pid, process.start_time if process else None
         record.save(self._file)
 
     def _create(self, binary: str, size: int, port: int | None, deadline: Deadline) -> list[str]:
         if list(self.folder.glob("member*/member")):
-            raise self._wrong(
-                f"there is data of members, but no {self._file.name}; choose another folder, or remove it"
-            )
+            raise self._error(f"it contains member data but no {self._file.name}; choose another folder, or remove it")
         for attempt in range(ATTEMPTS):
-            record = Record(secrets.token_hex(8), self._new_members(size, port))
+            record = ClusterRecord(secrets.token_hex(8), self._new_members(size, port))
             record.save(self._file)
             try:
                 for member in record.members:
                     self._start(record, member, binary)
                 self._await(record.members, deadline)
             except BaseException as error:
-                self._end(record.members, at_once=True)
+                self._stop(record.members, at_once=True)
                 self._remove(record)
                 if not isinstance(error, _PortTaken) or port is not None or attempt == ATTEMPTS - 1:
                     raise
@@ -198,54 +206,56 @@ class LocalCluster:
                 break
         return [member.name for member in record.members]
 
-    def _new_members(self, size: int, port: int | None) -> list[Member]:
+    def _new_members(self, size: int, port: int | None) -> list[EtcdMember]:
         ports = free_ports(2 * size) if port is None else range(port, port + 2 * size)
-        members = [Member(f"member{i + 1}", ports[2 * i], ports[2 * i + 1], ports[2 * i + 1]) for i in range(size)]
-        for member, dialled in zip(members, self._dialled_ports, strict=False):
-            member.dialled_port = dialled
+        members = [EtcdMember(f"member{i + 1}", ports[2 * i], ports[2 * i + 1], ports[2 * i + 1]) for i in range(size)]
+        for member, advertised in zip(members, self._advertised_ports, strict=False):
+            member.advertised_port = advertised
         return members
 
     def _check(self, size: int | None, port: int | None) -> None:
-        if size is not None and not 1 <= size <= MOST_MEMBERS:
-            raise ValueError(f"a local cluster has 1 to {MOST_MEMBERS} members, not {size}")
+        if size is not None and not 1 <= size <= MAX_MEMBERS:
+            raise ValueError(f"a local cluster has 1 to {MAX_MEMBERS} members, not {size}")
         if port is not None and not 1 <= port <= 65536 - 2 * (size or 3):
-            raise ValueError(f"port {port} leaves no room for two ports a member")
+            raise ValueError(f"port {port} is too high: each member needs two consecutive ports up to 65535")
 
-    def _compare(self, record: Record, size: int | None, port: int | None) -> None:
+    def _compare(self, record: ClusterRecord, size: int | None, port: int | None) -> None:
         has, first = len(record.members), record.members[0].client_port
         if size not in (None, has) or port not in (None, first):
             raise ValueError(
-                f"the cluster in {self.folder} has {has} members from port {first} on, and they stay; "
-                f"`rallypoint etcd down --purge` removes it"
+                f"the cluster in {self.folder} has {has} members from port {first} on; "
+                f"to replace it, remove it first: `rallypoint etcd down --purge`"
             )
 
-    def _await(self, members: Sequence[Member], deadline: Deadline) -> None:
-        """Wait until all are healthy; raise where one ends, or at the deadline."""
+    def _await(self, members: Sequence[EtcdMember], deadline: Deadline) -> None:
+        """Wait until all members are healthy; raise if one exits, or at the deadline."""
         waiting = list(members)
         while waiting:
             member = waiting[0]
-            healthy = member.healthy(max(LOOK_S, min(ASK_S, deadline.remaining())))
+            healthy = member.healthy(max(POLL_S, min(REQUEST_S, deadline.remaining())))
             for one in members:
                 if not one.running():
-                    raise self._ended(one)
+                    raise self._exited(one)
             if healthy:
                 waiting.pop(0)
             elif deadline.expired():
                 names = ", ".join(one.name for one in waiting)
-                raise self._wrong(f"{names} not healthy after {deadline.timeout_s:g} s; see {self._log(member)}")
+                raise self._error(f"{names} not healthy after {deadline.timeout_s:g} s; see {self._log(member)}")
             else:
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
 
-    def _ended(self, member: Member) -> LocalClusterError:
+    def _exited(self, member: EtcdMember) -> LocalClusterError:
         text = self._log(member).read_text(errors="replace").rpartition(_BEGIN)[2]
-        said = text.partition("\n")[2].strip()
-        if _TAKEN in said:
+        logged = text.partition("\n")[2].strip()
+        if _TAKEN in logged:
             ports = f"{member.client_port} or {member.peer_port}"
-            return _PortTaken(folder=str(self.folder), why=f"{member.name}: port {ports} is taken by another program")
-        return self._wrong(f"{member.name} has ended, and said last: {said[-600:] or 'nothing'} ({self._log(member)})")
+            return _PortTaken(folder=str(self.folder), why=f"{member.name}: port {ports} is in use by another program")
+        return self._error(
+            f"{member.name} has exited; end of its log: {logged[-600:] or '(empty)'} ({self._log(member)})"
+        )
 
-    def _end(self, members: Sequence[Member], at_once: bool = False) -> list[str]:
-        """End those that run, gently first; return their names."""
+    def _stop(self, members: Sequence[EtcdMember], at_once: bool = False) -> list[str]:
+        """Stop the running members, with SIGTERM first unless `at_once`, and return their names."""
         running = [(member.name, process) for member in members if (process := member.process) and process.running()]
         for number in (signal.SIGKILL,) if at_once else (signal.SIGTERM, signal.SIGKILL):
             for _, process in running:
@@ -256,20 +266,20 @@ class LocalCluster:
         _reap()
         for member in members:
             if not member.running():
-                member.pid = member.born = None
+                member.pid = member.start_time = None
         return [name for name, _ in running]
 
-    def _remove(self, record: Record, logs: bool = False) -> None:
+    def _remove(self, record: ClusterRecord, logs: bool = False) -> None:
         for member in record.members:
             shutil.rmtree(self.folder / member.name, ignore_errors=True)
             if logs:
                 self._log(member).unlink(missing_ok=True)
         self._file.unlink(missing_ok=True)
 
-    def _log(self, member: Member) -> Path:
+    def _log(self, member: EtcdMember) -> Path:
         return self.folder / f"{member.name}.log"
 
-    def _wrong(self, why: str) -> LocalClusterError:
+    def _error(self, why: str) -> LocalClusterError:
         return LocalClusterError(folder=str(self.folder), why=why)
 
     @contextlib.contextmanager
@@ -282,19 +292,19 @@ class LocalCluster:
                     break
                 except BlockingIOError:
                     if deadline.expired():
-                        raise self._wrong("another command is still at work on it") from None
-                    time.sleep(LOOK_S)
+                        raise self._error("another command is using it") from None
+                    time.sleep(POLL_S)
             yield
         finally:
             os.close(descriptor)
 
-    def _read(self) -> Record | None:
+    def _read(self) -> ClusterRecord | None:
         try:
-            return Record.load(self._file)
+            return ClusterRecord.load(self._file)
         except ValueError as error:
-            raise self._wrong(f"{error}; end its members by hand, and remove the folder") from None
+            raise self._error(f"{error}; stop its members by hand, and remove the folder") from None
 
 
 def _reap() -> None:
-    """Take note of the end of our children, so that nothing of them stays."""
+    """Reap children that have exited, so that no zombies remain."""
     _children[:] = [child for child in _children if child.poll() is None]

@@ -1,46 +1,50 @@
-"""What etcd answers, read into tuples; unknown fields are skipped, as protobuf wants it."""
+"""Decodes etcd's responses into tuples; unknown fields are skipped, as protobuf requires."""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from rallypoint.etcd.messages import OP_RANGE
 from rallypoint.etcd.protobuf import fields
+from rallypoint.etcd.requests import OP_RANGE
 
 __all__ = [
-    "KV", "Change", "Found", "Result", "WatchAnswer",
+    "KV", "KeyChange", "RangeResult", "TxnResult", "WatchAnswer",
     "read_lease", "read_range", "read_status", "read_token", "read_txn", "read_watch",
 ]  # fmt: skip
 
 
 class KV(NamedTuple):
-    """A key as etcd has it: its value, and the revisions at which it was made and last written."""
+    """A key in etcd: its value, the revisions of its creation and last write, and its lease."""
 
     key: bytes
     value: bytes
-    created: int
-    modified: int
+    create_revision: int
+    mod_revision: int
     lease: int
 
 
-class Found(NamedTuple):
-    """The answer to a range: its keys, how many there are in all, and as of which revision."""
+class RangeResult(NamedTuple):
+    """The response to a range request: its keys, and the total number of keys in the range."""
 
     kvs: list[KV]
     total: int
-    revision: int
 
 
-class Result(NamedTuple):
-    """The answer to a transaction: whether its comparisons were true, and what the reads of its branch found."""
+class TxnResult(NamedTuple):
+    """The response to a transaction: whether its comparisons held, and the results of its reads."""
 
     succeeded: bool
-    answers: list[Found]
-    revision: int
+    answers: list[RangeResult]
+    header: bytes
+
+    @property
+    def revision(self) -> int:
+        """etcd's revision after the transaction."""
+        return _revision(self.header)
 
 
-class Change(NamedTuple):
-    """One change of a watched key."""
+class KeyChange(NamedTuple):
+    """One change of a watched key; the value is None for a deletion."""
 
     key: bytes
     value: bytes | None
@@ -48,72 +52,70 @@ class Change(NamedTuple):
 
 
 class WatchAnswer(NamedTuple):
-    """What comes on a watch stream."""
+    """One response on a watch stream."""
 
-    watch: int
+    watch_id: int
     created: bool
     cancelled: bool
-    compacted: int
-    why: str
+    compact_revision: int
+    cancel_reason: str
     revision: int
-    changes: list[Change]
+    changes: list[KeyChange]
 
 
-def read_range(data: bytes) -> Found:
-    """Read the answer to a range."""
+def read_range(data: bytes) -> RangeResult:
+    """Decode the response to a range request."""
     kvs: list[KV] = []
-    total = revision = 0
+    total = 0
     for field, value in fields(data):
         if field == 2:
             kvs.append(_kv(value))
         elif field == 4:
             total = value
-        elif field == 1:
-            revision = _revision(value)
-    return Found(kvs, total, revision)
+    return RangeResult(kvs, total)
 
 
-def read_txn(data: bytes) -> Result:
-    """Read the answer to a transaction."""
-    succeeded, revision = False, 0
-    answers: list[Found] = []
+def read_txn(data: bytes) -> TxnResult:
+    """Decode the response to a transaction."""
+    succeeded, header = False, b""
+    answers: list[RangeResult] = []
     for field, value in fields(data):
         if field == 3:
             answers += [read_range(body) for kind, body in fields(value) if kind == OP_RANGE]
         elif field == 2:
             succeeded = bool(value)
         elif field == 1:
-            revision = _revision(value)
-    return Result(succeeded, answers, revision)
+            header = value
+    return TxnResult(succeeded, answers, header)
 
 
 def read_lease(data: bytes) -> tuple[int, int]:
-    """Read a lease that was granted or kept alive: its id, and its time to live, 0 where there is none."""
+    """Decode a granted or renewed lease: its id and its time to live, 0 if it does not exist."""
     found = dict(fields(data))
     return found.get(2, 0), found.get(3, 0)
 
 
 def read_token(data: bytes) -> str:
-    """Read the answer to `authenticate`."""
+    """Decode the token in the response to `authenticate`."""
     return str(dict(fields(data)).get(2, b""), "utf-8")
 
 
 def read_status(data: bytes) -> tuple[int, int, int]:
-    """Read a member's status: its cluster, its id, and the id of the leader (0: there is none)."""
+    """Decode a member's status: the ids of its cluster, of itself, and of the leader (0: none)."""
     found = dict(fields(data))
     header = dict(fields(found.get(1, b"")))
     return header.get(1, 0), header.get(2, 0), found.get(4, 0)
 
 
 def read_watch(data: bytes) -> WatchAnswer:
-    """Read what came on a watch stream."""
+    """Decode a response on a watch stream."""
     found: dict[int, Any] = {}
-    changes: list[Change] = []
+    changes: list[KeyChange] = []
     for field, value in fields(data):
         if field == 11:
             event = dict(fields(value))
             kv = _kv(event.get(2, b""))
-            changes.append(Change(kv.key, None if event.get(1) else kv.value, kv.modified))
+            changes.append(KeyChange(kv.key, None if event.get(1) else kv.value, kv.mod_revision))
         else:
             found[field] = value
     return WatchAnswer(

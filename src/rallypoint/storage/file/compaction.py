@@ -1,13 +1,13 @@
 """Compaction: a child process folds a snapshot and the closed segments into a new snapshot.
 
-Folding replays the log, which would stall the server's event loop for seconds; in a child it costs the server nothing
-but a processor. The child reads only files that no longer change, needs no lock, removes nothing, and may be killed at
-any moment. The server removes what the new snapshot covers. A thread of the server starts the child, waits for its end
-and removes files, so that the event loop only ever starts that thread. If the child fails, the log grows, the reason is
-logged, and it is tried again, after 10 s, then after twice as long, up to 10 minutes.
+Folding replays the log, which would stall the server's event loop for seconds; in a child it only takes another CPU.
+The child reads only files that no longer change, needs no lock, removes nothing, and may be killed at any moment. The
+server removes the files that the new snapshot covers. A thread of the server starts the child, waits for it and removes
+files; the event loop only starts that thread. If the child fails, the log grows, the reason is logged, and the
+compaction is retried after 10 s, then after twice as long, up to 10 minutes.
 
-The child ends when its parent does: it looks at its parent's id with every record and chunk. One that is late does no
-harm: its snapshot is true, and under a temporary name that the next server has removed.
+The child ends when its parent does: it checks its parent's pid with every record and chunk. A late one is harmless: its
+snapshot is valid, under a temporary name that the next server removes.
 
 Rejected: forking the server. A fork of a process with threads may hang, and holds the lock and every connection.
 Rejected: PR_SET_PDEATHSIG. It fires when the thread that started the child ends.
@@ -27,31 +27,32 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-from rallypoint.storage.directory import list_directory, temporary_path
-from rallypoint.storage.recovery import read_segments
-from rallypoint.storage.snapshot import read_snapshot, write_snapshot
+from rallypoint.storage.file.directory import list_directory, temporary_path
+from rallypoint.storage.file.recovery import read_segments
+from rallypoint.storage.file.snapshot import read_snapshot, write_snapshot
 
-__all__ = ["Compactor", "Job", "main"]
+__all__ = ["Compactor", "CompactionJob", "main"]
 
 FIRST_RETRY_S, LAST_RETRY_S = 10.0, 600.0
 CHILD_S = 3600.0
-"""How long a child may take before it is killed, so that one that hangs is noticed."""
+"""Timeout of a child, after which it is killed: it hangs."""
 
 _NICENESS = 10
 _REASON_BYTES = 4000  # fits in a pipe, so that the child can write it and end
 _BOOT = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from rallypoint.storage.compaction import main; main()"
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from rallypoint.storage.file.compaction import main; main()"
 )
 
 _log = logging.getLogger("rallypoint.storage")
 _Item = TypeVar("_Item")
 
 
-class Job(NamedTuple):
-    """What to fold: the snapshot (None: there is none) and the segments after it up to frame `covers`.
+class CompactionJob(NamedTuple):
+    """A job of the child: fold the snapshot (None: there is none) and the segments after it, up to frame `covers`.
 
-    `fold` names the function as "module:function": it takes the chunks of a snapshot, or None, and the records after
-    it, and returns the chunks of the snapshot of the state after them.
+    `fold` names a function, as "module:function", that takes the chunks of a snapshot, or None, and the records after
+    it, and returns the chunks of the new snapshot.
     """
 
     directory: str
@@ -63,7 +64,7 @@ class Job(NamedTuple):
 
 
 class Compactor:
-    """Runs at most one child at a time; `adopt` is called, in another thread, with the number that it covers."""
+    """Runs at most one child at a time; calls `adopt`, in another thread, with the last frame of its snapshot."""
 
     def __init__(self, directory: str, fold: str, adopt: Callable[[int], None], clock: Callable[[], float]) -> None:
         self.runs = self.failures = 0
@@ -75,18 +76,18 @@ class Compactor:
         self._retry_s, self._retry_at = FIRST_RETRY_S, float("-inf")
 
     def try_start(self, snapshot: int | None, covers: int) -> bool:
-        """Start a child, unless one is running, or failed a short time ago; return whether it was started."""
+        """Start a child, unless one is running or failed a short time ago; return whether it was started."""
         with self._lock:
             if self._stopping or (self._thread and self._thread.is_alive()) or self._clock() < self._retry_at:
                 return False
             temporary = temporary_path(self._directory, covers)
-            job = Job(self._directory, snapshot, covers, self._fold, temporary, os.getpid())
+            job = CompactionJob(self._directory, snapshot, covers, self._fold, temporary, os.getpid())
             self._thread = threading.Thread(target=self._run, args=(job,), name="rallypoint compaction", daemon=True)
             self._thread.start()
             return True
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until no child is running and its end has been dealt with; return whether that is so."""
+        """Wait until no child is running and the last one is processed; return False on timeout."""
         thread = self._thread
         if thread is not None:
             thread.join(timeout_s)
@@ -94,7 +95,7 @@ class Compactor:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Kill a child that is running, and start none in this block."""
+        """Kill a running child, and start none within this block."""
         stopped = self._stopping
         self.stop()
         try:
@@ -103,7 +104,7 @@ class Compactor:
             self._stopping = stopped
 
     def stop(self) -> None:
-        """Kill the child, which may be killed at any moment, and start no other."""
+        """Kill a running child, and start no other."""
         with self._lock:
             self._stopping = True
             if self._child is not None:
@@ -111,7 +112,7 @@ class Compactor:
         if self._thread is not None:
             self._thread.join()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: CompactionJob) -> None:
         began_at = time.monotonic()
         try:
             why = self._fold_in_child(job)
@@ -134,8 +135,8 @@ class Compactor:
         else:
             _log.info("compacted the log of %s up to frame %d in %.1f s", job.directory, job.covers, took_s)
 
-    def _fold_in_child(self, job: Job) -> str:
-        """Run the child to its end; return why it failed, empty if it did not."""
+    def _fold_in_child(self, job: CompactionJob) -> str:
+        """Run the child to its end; return why it failed, or ""."""
         command = [sys.executable, "-I", "-c", _BOOT, json.dumps(sys.path), json.dumps(job._asdict())]
         with self._lock:
             if self._stopping:
@@ -159,18 +160,18 @@ class Compactor:
 
 def main() -> None:
     """Run in the child: fold as the arguments say, and on failure write the reason to standard output."""
-    sys.stdout = sys.stderr  # whatever the fold prints is not the reason
+    sys.stdout = sys.stderr  # standard output is for the reason alone, not for what the fold prints
     try:
         os.nice(_NICENESS)
-        compact(Job(**json.loads(sys.argv[2])))
+        compact(CompactionJob(**json.loads(sys.argv[2])))
     except Exception as error:
         with contextlib.suppress(BrokenPipeError):  # the server has ended
             os.write(1, f"{type(error).__name__}: {error}".encode(errors="replace")[:_REASON_BYTES])
         sys.exit(1)
 
 
-def compact(job: Job) -> None:
-    """Write the snapshot that a job asks for. Raises StorageDamaged, DiskFull, StorageFailed, and the fold's errors."""
+def compact(job: CompactionJob) -> None:
+    """Write the snapshot of a job. Raises StorageDamaged, DiskFull, StorageFailed, and the errors of the fold."""
     covered = job.snapshot or 0
     segments = [first for first in list_directory(job.directory).segments if covered < first <= job.covers]
     chunks = None if job.snapshot is None else read_snapshot(job.directory, job.snapshot)
@@ -180,11 +181,11 @@ def compact(job: Job) -> None:
 
 
 def _having_read(folded: Iterable[bytes], *sources: Iterable[bytes]) -> Iterator[bytes]:
-    """Yield the chunks, then make sure that all was read, and so checked, that the snapshot is said to cover."""
+    """Yield the chunks, then check that the fold has read, and so verified, all that the snapshot covers."""
     yield from folded
     for source in sources:
         for _ in source:
-            raise ValueError("the fold did not read all that it was given")
+            raise ValueError("the fold did not read all of its input")
 
 
 def _load(name: str) -> Callable[..., Iterable[bytes]]:
@@ -195,7 +196,7 @@ def _load(name: str) -> Callable[..., Iterable[bytes]]:
 
 
 def _while_wanted(items: Iterable[_Item], parent_pid: int) -> Iterator[_Item]:
-    """Yield the items as long as the parent lives; look once more after the last."""
+    """Yield the items as long as the parent lives; check once more after the last."""
     for item in items:
         _require_parent(parent_pid)
         yield item

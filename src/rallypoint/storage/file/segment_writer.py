@@ -1,16 +1,16 @@
-"""The end of the log: the one open segment, and how a batch gets into it.
+"""The open segment at the end of the log, and how a batch is written to it.
 
-A batch is one frame: space for it is reserved, it is written, and synced once. Reserving goes ahead in steps of 1 MiB,
-so that most commits change no metadata: a sync into preallocated space takes 100 us where an appending one takes 145.
+A batch is one frame: its space is reserved, it is written, and synced once. Space is reserved ahead in steps of 1 MiB,
+so that most commits change no metadata: a sync into preallocated space takes 100 us, an appending one 145 us.
 
-A batch for which there is no room (ENOSPC, EDQUOT, EFBIG) leaves nothing behind, and a later commit may succeed. Some
-space is kept in reserve for what is urgent: a server without room must still note who comes and goes, and start again.
-A new segment has its reserve before the last one gives its own back. Any other error, and every error of the sync, is
-final: after a failed fdatasync the kernel may have dropped the pages that it could not write, so trying again proves
-nothing.
+A batch that finds no room (ENOSPC, EDQUOT, EFBIG) leaves nothing behind, and a later commit may succeed. Some space is
+kept in reserve for urgent batches: a server on a full disk must still log clients that connect and leave, and be able
+to restart. A new segment gets its reserve before the last one releases its own. Any other error, and every error of a
+sync, is final: after a failed fdatasync the kernel may have dropped the pages that it could not write, so a retry
+proves nothing.
 
-Rejected: preallocating by writing zeros. It saves the file system some work later, writes everything twice, and was no
-faster here.
+Rejected: preallocating by writing zeros. It saves the file system some work later, but writes everything twice, and was
+no faster here.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ import os
 from collections.abc import Sequence
 
 from rallypoint.errors import DiskFull
-from rallypoint.storage.directory import segment_path
 from rallypoint.storage.errors import StorageFailed
-from rallypoint.storage.segment import encode, frame_bytes
+from rallypoint.storage.file.directory import segment_path
+from rallypoint.storage.file.segment import encode, frame_bytes
 
 __all__ = ["NO_ROOM", "SPARE_BYTES", "SegmentWriter", "write_at"]
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-"""What the system says where a file cannot grow."""
+"""The errno values of a file that cannot grow."""
 
 SPARE_BYTES = 64 * 1024
-"""How much is kept in reserve for what is urgent: room for a hundred commits or more."""
+"""The reserve for urgent batches: room for a hundred commits or more."""
 
 SMALL_BYTES = 64 * 1024
-"""How large a batch may be that is written on the event loop: some tens of microseconds."""
+"""Size of a batch up to which it is written on the event loop, within some tens of microseconds."""
 
 _CANNOT_RESERVE = (errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.ENODEV)
 
 
 class SegmentWriter:
-    """A segment that is open for writing. `end` is where its next frame goes; used by one thread at a time."""
+    """A segment open for writing. `end` is the offset of its next frame; used by one thread at a time."""
 
     def __init__(self, directory: str, first: int, end: int, *, preallocate_bytes: int, new: bool = False) -> None:
         self.first = first
@@ -57,7 +57,7 @@ class SegmentWriter:
             self._name(path)
 
     def settle(self, *, torn: bool) -> None:
-        """After recovery: cut off a torn frame, and sync, for what was read may not be on the disk yet."""
+        """After recovery: cut off a torn frame, and sync, because the data read may not be on the disk yet."""
         try:
             if torn:
                 self._cut()
@@ -66,9 +66,9 @@ class SegmentWriter:
             raise self._failed(error) from error
 
     def append(self, records: Sequence[bytes], sequence: int, urgent: bool = False) -> None:
-        """Write one batch and sync it; what is urgent may use the reserve.
+        """Write one batch and sync it; an urgent one may use the reserve.
 
-        Raises DiskFull, after which the segment is as it was, or StorageFailed.
+        Raises StorageFailed, or DiskFull, which leaves the segment unchanged.
         """
         size = frame_bytes(records)
         try:
@@ -88,15 +88,15 @@ class SegmentWriter:
         self.end += size
 
     def growth(self, size: int) -> int:
-        """Return how much more of the disk the segment takes with a frame of this size, and what is reserved ahead."""
+        """Return how many bytes the segment grows for a frame of this size, including the space reserved ahead."""
         needed = self.end + size + self._spare_bytes - self._reserved
         return needed + self._preallocate_bytes if needed > 0 else 0
 
     def try_write(self, records: Sequence[bytes], sequence: int) -> int:
-        """Write a small batch into space that is reserved, and return its size; 0 where there is no such space.
+        """Write a small batch into reserved space and return its size; 0 if it is too large or there is no such space.
 
-        It counts once the caller has synced it and added its size to `end`. An error leaves the segment as it was: a
-        later write to the same place replaces it.
+        It is committed once the caller has synced it and added its size to `end`. An error leaves the segment
+        unchanged: the next write to the same offset replaces the data.
         """
         size = frame_bytes(records)
         if size > SMALL_BYTES or self.end + size + self._spare_bytes > self._reserved:
@@ -113,17 +113,17 @@ class SegmentWriter:
             write_at(self._fd, piece, self.end + offset)
 
     def follow(self, sequence: int) -> SegmentWriter:
-        """Close this segment and return the next one, which has a reserve, and whose name is durable then.
+        """Close this segment and return the next one, with a reserve and a durable name.
 
-        An OSError means that the next one cannot be created, or has no room for a reserve, and that this one is still
-        the last. StorageFailed is final: the next one may exist, so no frame may go into this one.
+        OSError: the next one cannot be created, or there is no room for its reserve; this one is still the last.
+        StorageFailed is final: the next one may exist, so no frame may be appended to this one.
         """
         directory_fd = os.open(self._directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             following = SegmentWriter(self._directory, sequence, 0, preallocate_bytes=self._preallocate_bytes, new=True)
             try:
                 os.fsync(directory_fd)
-                self._cut()  # give back what was reserved and not used
+                self._cut()  # release the unused reservation
             except OSError as error:
                 following.close()
                 raise following._failed(error) from error
@@ -133,13 +133,13 @@ class SegmentWriter:
         return following
 
     def close(self) -> None:
-        """Close the file; harmless when it is closed already."""
+        """Close the file; harmless when repeated."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
     def _name(self, temporary: str) -> None:
-        """Give a new segment its name once it has its reserve."""
+        """Rename a new segment to its final name once it has its reserve."""
         try:
             self._reserve(self._spare_bytes)
             os.rename(temporary, self._path)
@@ -150,7 +150,7 @@ class SegmentWriter:
             raise
 
     def _reserve(self, size: int) -> None:
-        """Allocate space for a frame, and more ahead where there is more."""
+        """Allocate space for a frame, and a step ahead if the disk has room for it."""
         needed = self.end + size - self._reserved
         if needed <= 0 or not self._step:
             return
@@ -166,7 +166,7 @@ class SegmentWriter:
         except OSError as error:
             if error.errno not in _CANNOT_RESERVE:
                 raise
-            self._step = 0  # this file system cannot: append
+            self._step = 0  # not supported by this file system: append instead
 
     def _cut_back(self) -> None:
         try:
@@ -187,12 +187,12 @@ class SegmentWriter:
         return self.failed(error.errno or 0)
 
     def failed(self, number: int) -> StorageFailed:
-        """Return the error of a sync or a write that failed with this error number."""
+        """Return the error of a sync or a write that failed with this errno."""
         return StorageFailed(path=self._path, why=os.strerror(number), number=number)
 
 
 def _sync_data(fd: int) -> None:
-    """Make the contents of a file durable, and of its metadata what reading them takes."""
+    """Make the contents of a file durable, with the metadata needed to read them."""
     if hasattr(os, "fdatasync"):
         os.fdatasync(fd)
     else:
@@ -200,10 +200,10 @@ def _sync_data(fd: int) -> None:
 
 
 def write_at(fd: int, data: bytes, at: int) -> None:
-    """Write all of the data at an offset, in as many calls as it takes."""
+    """Write all of the data at an offset, in as many calls as needed."""
     written = os.pwrite(fd, data, at)
     while written < len(data):
         more = os.pwrite(fd, memoryview(data)[written:], at + written)
         if not more:
-            raise OSError(errno.EIO, "a write of no bytes")
+            raise OSError(errno.EIO, "pwrite wrote no bytes")
         written += more

@@ -1,8 +1,8 @@
-"""Batches of records as values of etcd: one value as a rule, several where it would be too large for one; pure.
+"""Batches of records as etcd values: usually one value, several if the batch is too large for one. Pure.
 
-A value is a byte of flags, and then the records, each behind its length in four bytes. A batch that is longer than
-`MAX_BYTES` is cut into parts that fill consecutive places of the log; it counts when the last of them is there. A
-leader may die before that. What the next leader appends begins a batch, so the parts without an end are passed over.
+A value is a byte of flags, then the records, each preceded by its length in four bytes. A batch longer than `MAX_BYTES`
+is split into parts at consecutive log indexes, and is complete when the last part is written. If a leader dies before
+that, the next leader begins a new batch, and readers skip the incomplete one.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Sequence
 __all__ = ["MAX_BYTES", "Assembler", "pack"]
 
 MAX_BYTES = 1024 * 1024
-"""How long a value may be: etcd takes 1.5 MiB in a request."""
+"""Size of a value at most: etcd accepts requests of up to 1.5 MiB."""
 
 _FIRST, _LAST = 1, 2
 _LENGTH = struct.Struct("<I")
 
 
 def pack(records: Sequence[bytes]) -> list[bytes]:
-    """Return a batch as the values of as many places of the log as it needs."""
+    """Return the values of a batch, one for each log index that it needs."""
     size = _LENGTH.pack
     body = b"".join([piece for record in records for piece in (size(len(record)), record)])
     room = MAX_BYTES - 1
@@ -32,21 +32,21 @@ def pack(records: Sequence[bytes]) -> list[bytes]:
 
 
 class Assembler:
-    """Puts batches together again from the values of the log, in their order."""
+    """Reassembles batches from the values of the log, in order."""
 
     def __init__(self) -> None:
         self._parts: list[bytes] = []
 
     @property
     def inside(self) -> bool:
-        """Whether the values so far end within a batch."""
+        """Whether the last batch is still incomplete."""
         return bool(self._parts)
 
     def take(self, value: bytes) -> list[bytes]:
-        """Take the next value; return the records of the batch that it completes, or none. ValueError: it is none."""
+        """Take the next value; return the records of the batch that it completes, if any. ValueError: malformed."""
         flags = value[0] if value else 0xFF
         if flags > (_FIRST | _LAST) or (not flags & _FIRST and not self._parts):
-            raise ValueError(f"not a part of a batch: it begins with {value[:8]!r}")
+            raise ValueError(f"malformed part of a batch; first bytes: {value[:8]!r}")
         if flags & _FIRST:
             self._parts.clear()
         self._parts.append(value[1:])
@@ -62,9 +62,9 @@ def _unpack(body: bytes) -> list[bytes]:
     while at < end:
         start = at + _LENGTH.size
         if start > end:
-            raise ValueError("a batch ends within the length of a record")
+            raise ValueError("malformed batch: truncated length of a record")
         at = start + _LENGTH.unpack_from(body, at)[0]
         if at > end:
-            raise ValueError("a batch ends within a record")
+            raise ValueError("malformed batch: truncated record")
         records.append(body[start:at])
     return records

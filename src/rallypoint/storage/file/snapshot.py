@@ -1,12 +1,12 @@
-"""A snapshot in its file: chunks of bytes in frames (see segment.py), then a frame that says that this is the end.
+"""A snapshot file: chunks of bytes in frames (see segment.py), then an end frame.
 
-Chunks of any size are gathered into frames of about 1 MiB. The last frame holds the number of the log frame up to which
-the snapshot covers, and how many chunks there are. A snapshot is written to a temporary name, synced, renamed, and its
-name synced: under its own name it is always whole, so whatever is wrong with it is damage. Nothing that it covers is
-removed before.
+Chunks of any size are gathered into frames of about 1 MiB. The end frame contains the number of the last log frame that
+the snapshot covers, and the number of chunks. A snapshot is written under a temporary name, synced, renamed, and its
+name synced: under its final name it is always complete, so any defect is damage. The files that it covers are removed
+only after that.
 
-Rejected: one checksum over the whole file. A reader would use the first chunks before it knew that the last are bad,
-and could not say where.
+Rejected: one checksum over the whole file. A reader would use the first chunks before it could know that the last are
+damaged, and could not say where.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ import struct
 from collections.abc import Iterable, Iterator
 
 from rallypoint.errors import DiskFull
-from rallypoint.storage.directory import snapshot_path, sync_directory, temporary_path
 from rallypoint.storage.errors import StorageDamaged, StorageFailed
-from rallypoint.storage.segment import CHUNKS, END, encode, frame_bytes, scan
-from rallypoint.storage.segment_writer import NO_ROOM, write_at
+from rallypoint.storage.file.directory import snapshot_path, sync_directory, temporary_path
+from rallypoint.storage.file.segment import CHUNKS, END, encode, frame_bytes, scan
+from rallypoint.storage.file.segment_writer import NO_ROOM, write_at
 
 __all__ = ["read_snapshot", "write_snapshot"]
 
@@ -30,9 +30,9 @@ _END = struct.Struct("<QQ")
 
 
 def write_snapshot(directory: str, covers: int, chunks: Iterable[bytes], temporary: str | None = None) -> None:
-    """Write the snapshot of the state after frame `covers`; its name is durable then.
+    """Write the snapshot of the state after frame `covers`, and make its name durable.
 
-    Raises DiskFull, and StorageFailed for other faults of the disk; log and older snapshots are then as they were.
+    Raises DiskFull, or StorageFailed for other disk errors; both leave the log and older snapshots unchanged.
     """
     temporary = temporary or temporary_path(directory, covers)
     with _removed_on_error(temporary):
@@ -44,7 +44,7 @@ def write_snapshot(directory: str, covers: int, chunks: Iterable[bytes], tempora
 
 
 def read_snapshot(directory: str, covers: int) -> Iterator[bytes]:
-    """Yield the chunks of a snapshot, one frame in memory at a time. Raises StorageDamaged as soon as it is seen."""
+    """Yield the chunks of a snapshot, with one frame in memory at a time. Raises StorageDamaged."""
     path = snapshot_path(directory, covers)
     count = 0
     with open(path, "rb", buffering=_BUFFER_BYTES) as file:
@@ -58,7 +58,7 @@ def read_snapshot(directory: str, covers: int) -> Iterator[bytes]:
                     raise StorageDamaged(path=path, offset=file.tell() - 1, why="bytes after the end of the snapshot")
                 return
             else:
-                raise StorageDamaged(path=path, offset=offset, why="a frame that does not belong to this snapshot")
+                raise StorageDamaged(path=path, offset=offset, why="this frame does not belong to the snapshot")
         raise StorageDamaged(path=path, offset=file.tell(), why="the end of the snapshot is missing")
 
 
@@ -87,7 +87,7 @@ def _append(fd: int, end: int, chunks: list[bytes], number: int, kind: int) -> i
 
 
 def _batches(chunks: Iterable[bytes]) -> Iterator[list[bytes]]:
-    """Gather chunks until they are worth a frame."""
+    """Gather chunks into batches of about one frame each."""
     batch: list[bytes] = []
     size = 0
     for chunk in chunks:

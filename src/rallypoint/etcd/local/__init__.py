@@ -1,0 +1,1 @@
+"""A local etcd cluster, for trials and tests."""
