@@ -1,4 +1,4 @@
-"""The engine behind sockets: one asyncio process that speaks PyTorch's protocol and HTTP on one port."""
+"""The store's server: one asyncio process that serves PyTorch's protocol, our own and HTTP on one port."""
 
 from rallypoint.server.settings import Settings
 

@@ -1,79 +1,97 @@
-"""The server's end of HTTP, for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
+"""The HTTP handler, for browsers and scrapers: HTTP/1.1 on the same port, parsed by h11.
 
-`GET /healthz` answers "ok" while the server serves, and tells where its disk is full. `GET /about` tells which server
-this is and `GET /statistics` what it holds and who is here, both as JSON. `GET /` is a plain page that says what this
-is, what it holds and who is here, as far as a person reads. At a relay, `PUT /rounds/RUN/SCOPE?round=N` opens the
-port of a round (`relay/rounds.py`) and answers which: that of `&port=P` if it is free, and with `&everywhere=1` on all
-interfaces. `DELETE /rounds/RUN/SCOPE` closes the round, if it is not a later one; without the scope, whichever it is.
+    GET /healthz               "ok" while the server serves; says if its disk is full
+    GET /login?code=CODE       the page behind a login link; its button is POST /login, which sets a cookie
+    POST /login                without a code: return the path of a new login link
+    GET /about                 the identity of this server, in JSON
+    GET /                      the live page, for people
+    GET /status                the model that it shows (`status/model.py`), in JSON
+    GET /events                the model as server-sent events, whenever it changes
+    GET /metrics               for Prometheus; `?ranks=1` adds series of each rank
+    GET /statistics            counts, sizes, clients and sessions, in JSON
+    PUT /rounds/RUN/SCOPE?round=N
+                               at a relay: open a port for a round (`relay/round_ports.py`) and return it; `&port=P`
+                               asks for that port, if it is free, and `&everywhere=1` binds all interfaces
+    DELETE /rounds/RUN/SCOPE   close the round, unless its scope is later; without SCOPE, close whichever is open
+
+A standby neither opens nor closes rounds (503): only the log may change its state.
+
+All but /healthz and the login needs access (`http_access.py`). No GET changes anything. A peer without access gets one
+reply, the same for all such peers, and is disconnected: it must not hold connections that others need.
 """
 
 from __future__ import annotations
 
 import asyncio
-import html
-import json
 import urllib.parse
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal
 
 import h11
 
-from rallypoint.server.round_errors import NoPorts, TooLate
-from rallypoint.text import printable
+from rallypoint.server.admission import NEEDS_TLS
+from rallypoint.server.http_access import HttpRefusal, set_cookie
+from rallypoint.server.http_pages import POLICY, login_page, status_page
+from rallypoint.server.http_rounds import RoundRequests
+from rallypoint.server.http_site import LISTED, HttpResource, HttpSite, json_reply
+from rallypoint.server.status.event_streams import MAX_WATCHERS, Watcher
+from rallypoint.server.status.metrics import METRICS_TYPE, render_metrics
 
 if TYPE_CHECKING:
-    from rallypoint.server.base import ServerBase
-    from rallypoint.server.connection import Connection
+    from rallypoint.server.admission import Admission
+    from rallypoint.server.connections.connection import Connection
+    from rallypoint.server.status.event_streams import EventStreams
+    from rallypoint.server.status.source import BuiltStatus
 
 __all__ = ["HttpHandler"]
 
 MAX_HEAD_BYTES = 16 * 1024
-SCOPE_DIGITS = 20
 PIPELINED = 8
-"""How many requests are answered at a time; then others get their turn."""
+"""Pipelined requests answered in one turn of the event loop."""
 
-_PAGE = """<!doctype html>
-<html lang="en"><meta charset="utf-8"><title>rallypoint</title>
-<style>body {{ font: 16px/1.5 system-ui, sans-serif; margin: 3em auto; max-width: 40em; padding: 0 1em }}
-td {{ padding-right: 2em }}</style>
-<h1>rallypoint</h1>
-<p>A store where the processes of a distributed job find each other and wait for each other.
-PyTorch programs reach it as a TCPStore at this same address and port.
-This is version {version}, process {pid}.</p>
-{engine}<table>{rows}</table>
-<h2>Here now</h2>
-<ul>{clients}</ul>
-"""
+MAX_BODY_BYTES = 4096
+"""The longest body of a request."""
 
-ON_THE_PAGE = 100
-"""How many clients the page names."""
+_BAD_LINK = b"this login link is not valid, or was used; make one with: rallypoint token link\n"
 
 
 class HttpHandler:
     """The server's end of one HTTP connection."""
 
-    def __init__(self, server: ServerBase, connection: Connection) -> None:
-        self._server = server
+    def __init__(self, site: HttpSite, connection: Connection, admission: Admission, trusted: bool = False) -> None:
+        """Serve a site; a `trusted` peer has proved that it knows the token."""
+        self._site = site
         self._connection = connection
+        self._admission = admission
+        self._trusted = trusted
+        self._known = trusted or not admission.protects  # whether the peer has shown that it has access
+        self._bare = False  # whether the reply has no body
+        self._login: HttpRefusal | Literal[True] | None = None  # a POST /login whose body is read: may it have a code?
+        self._body = b""
         self._http = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEAD_BYTES)
         self.held = 0
         self.blocked = False
         self.greeted = False
-        self._waiting = False  # for a round to be opened or closed
+        self._waiting = False  # for a reply that comes later
+        self._watcher: Watcher | None = None  # once events are streamed, which is the last reply
         self._answers: list[bytes] = []
 
     def receive(self, data: bytes) -> bytes:
-        """Answer the requests in what came, and hang up where the peer wants that or HTTP demands it."""
-        if data:  # to h11, no bytes would mean that no more will come
+        """Answer the requests in the data; close the connection if the peer asks for it or HTTP demands it."""
+        if self._watcher is not None:
+            return b""  # it has nothing more to ask
+        if data:  # h11 takes empty data as the end of the stream
             self._http.receive_data(data)
         answers = self._answers
         try:
             self.blocked = self._answer(answers)
             over = self._http.our_state in (h11.MUST_CLOSE, h11.CLOSED)
         except h11.RemoteProtocolError as error:
-            self._server.complain(self._connection, f"bad HTTP: {error}")
+            self._connection.log_error(f"bad HTTP: {error}")
             self.blocked, over = False, True
             if self._http.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-                answers.append(self._write(error.error_status_hint, "text/plain", f"{error}\n".encode(), close=True))
+                self._bare = False
+                answers.append(self._write(error.error_status_hint, "text/plain", b"bad request\n", close=True))
         self.held = len(self._http.trailing_data[0])
         self._answers = []
         self._connection.send(b"".join(answers))
@@ -82,17 +100,26 @@ class HttpHandler:
         return b""
 
     def end(self) -> None:
-        """Nothing outlives an HTTP connection."""
+        """Stop to send events; nothing else outlives an HTTP connection."""
+        if self._watcher is not None:
+            self._watcher.stop()
 
     def _answer(self, answers: list[bytes]) -> bool:
-        """Add the answers to what came; say whether it was too much for now."""
-        while not self._waiting:
+        """Append the replies to the received requests; return whether more requests wait."""
+        while not self._waiting and self._watcher is None and self._http.our_state is not h11.MUST_CLOSE:
             event = self._http.next_event()
             if isinstance(event, h11.Request):
-                self.greeted = True
+                self._bare = event.method == b"HEAD"
                 resource = self._resource(event)
+                self.greeted = self.greeted or self._login is None  # a login is one when its body is there
                 if resource is not None:
-                    answers.append(self._write(*resource, bare=event.method == b"HEAD"))
+                    answers.append(self._write(*resource))
+            elif isinstance(event, h11.Data):
+                self._body = (self._body + event.data)[: MAX_BODY_BYTES + 1]
+            elif isinstance(event, h11.EndOfMessage):
+                self.greeted = True
+                self._log_in(answers)
+                self._body = b""
             elif event is h11.PAUSED and self._http.our_state is h11.DONE and self._http.their_state is h11.DONE:
                 if len(answers) >= PIPELINED:
                     return True
@@ -101,65 +128,134 @@ class HttpHandler:
                 return False
         return False
 
-    def _write(self, status: int, kind: str, body: bytes, bare: bool = False, close: bool = False) -> bytes:
-        headers = [
-            ("content-type", f"{kind}; charset=utf-8"),
-            ("content-length", str(len(body))),
-            ("cache-control", "no-store"),
-            ("x-content-type-options", "nosniff"),
-        ]
+    def _write(
+        self, status: int, kind: str, body: bytes, more: tuple[tuple[str, str], ...] = (), *, close: bool = False
+    ) -> bytes:
+        headers = [*_headers(kind, len(body)), *more]
         if status == 405:
             headers.append(("allow", "GET, HEAD"))
-        if close:
+        if status == 401:
+            headers.append(("www-authenticate", "Bearer"))
+        if close or not self._known:
             headers.append(("connection", "close"))
         send = self._http.send
         head = send(h11.Response(status_code=status, headers=headers)) or b""
-        payload = b"" if bare else send(h11.Data(data=body)) or b""
+        payload = b"" if self._bare else send(h11.Data(data=body)) or b""
         return head + payload + (send(h11.EndOfMessage()) or b"")
 
-    def _resource(self, request: h11.Request) -> tuple[int, str, bytes] | None:
-        """Return the status, type and body of the answer; None where that comes later."""
+    def _resource(self, request: h11.Request) -> HttpResource | None:
+        """Return the reply to a request; None if it comes later."""
         path, _, query = request.target.partition(b"?")
+        if path == b"/healthz" and request.method in (b"GET", b"HEAD"):
+            return 200, "text/plain", f"{self._site.health(self._known)}\n".encode()
+        if not self._trusted and self._admission.why_not_native(self._connection.socket, self._connection.over_tls):
+            return 403, "text/plain", f"{NEEDS_TLS}\n".encode()
+        if path == b"/login":
+            return self._login_page(request, query)
+        refusal = self._refusal(request)
+        if refusal is not None:
+            return self._refuse(refusal)
+        self._known = True
         if path.startswith(b"/rounds/") and request.method in (b"PUT", b"DELETE"):
-            return self._round(request.method, query, *path.decode("ascii", "replace").split("/")[2:])
+            asked = RoundRequests(self._site, self._wait, self._later)
+            return asked.answer(request.method, query, *path.decode("ascii", "replace").split("/")[2:])
         if request.method not in (b"GET", b"HEAD"):
-            return 405, "text/plain", b"only GET and HEAD are answered here\n"
-        if path == b"/healthz":
-            return 200, "text/plain", f"{self._server.health()}\n".encode()
+            return 405, "text/plain", b"method not allowed: use GET or HEAD\n"
         if path == b"/about":
-            return 200, "application/json", json.dumps(self._server.about()).encode()
+            return json_reply(self._site.about())
         if path == b"/statistics":
-            return 200, "application/json", json.dumps(self._server.statistics()).encode()
-        if path == b"/":
-            return 200, "text/html", _page(self._server.statistics(ON_THE_PAGE)).encode()
-        return 404, "text/plain", b"nothing here: try /, /about, /healthz or /statistics\n"
+            return json_reply(self._site.statistics(LISTED))
+        return self._show(path, query)
 
-    def _round(self, method: bytes, query: bytes, run: str, *rest: str) -> tuple[int, str, bytes] | None:
-        name = urllib.parse.unquote(run)
-        scope = _number(rest[0].encode()) if len(rest) == 1 else None
-        if not name or (scope is None and (method == b"PUT" or rest)):
-            return 404, "text/plain", b"nothing here: PUT or DELETE /rounds/RUN/SCOPE, or DELETE /rounds/RUN\n"
-        if self._server.elsewhere:  # its state is that of the log, and nothing else may change it
-            return 503, "text/plain", b"another server leads\n"
-        self._waiting = True
-        if scope is None or method == b"DELETE":
-            self._server.close_round(name, scope, lambda closed: self._later(_json({"closed": closed})))
-        else:
-            asked = urllib.parse.parse_qs(query)
-            number, port = (_number(asked.get(what, [b""])[0]) for what in (b"round", b"port"))
-            if port is not None and port > 65535:
-                self._waiting = False
-                return 404, "text/plain", b"there is no such port\n"
-            everywhere = asked.get(b"everywhere") == [b"1"]
-            self._server.open_round(
-                name, scope, number, lambda opened: self._later(_opened(opened)), port=port or 0, everywhere=everywhere
-            )
-        if self._waiting:
-            self._connection.stall()
+    def _show(self, path: bytes, query: bytes) -> HttpResource | None:
+        """Return a page that shows the status; None if it comes later."""
+        render = _RENDERED.get(path)
+        if self._site.status is None or (render is None and path != b"/events"):
+            return 404, "text/plain", b"nothing here: try /, /status, /metrics, /about, /healthz or /statistics\n"
+        source = self._site.status()
+        if render is None:
+            return self._watch(source.streams)
+        self._wait(lambda: source.get(lambda built: self._later(_NO_STATUS if built is None else render(built, query))))
         return None
 
-    def _later(self, resource: tuple[int, str, bytes]) -> None:
-        """Answer the request that was waiting, and go on with those behind it."""
+    def _watch(self, streams: EventStreams) -> HttpResource | None:
+        """Begin a stream of events, which lasts as long as the connection."""
+        if self._bare:
+            return 200, "text/event-stream", b""
+        if streams.full:
+            return 503, "text/plain", f"{MAX_WATCHERS} pages are open already; close one\n".encode()
+        head = self._http.send(h11.Response(status_code=200, headers=_headers("text/event-stream"))) or b""
+        self._connection.send(b"".join((*self._answers, head)))  # before the first event
+        self._answers.clear()
+        self._watcher = Watcher(streams, self._connection, self._write_event)
+        self._watcher.start()
+        return None
+
+    def _write_event(self, event: bytes) -> None:
+        self._connection.send(self._http.send(h11.Data(data=event)) or b"")
+
+    # Access
+
+    def _refusal(self, request: h11.Request) -> HttpRefusal | None:
+        """Return why a request is refused; None if its sender may make it."""
+        if self._trusted:
+            return None
+        local = self._connection.is_local
+        private = local or self._connection.over_tls
+        headers = {name: bytes(value) for name, value in request.headers}
+        return self._admission.http.refusal(request.method, headers, local=local, private=private)
+
+    def _refuse(self, refusal: HttpRefusal) -> HttpResource | None:
+        """Return the reply to a refused request; one with a wrong token may get it later."""
+        resource = refusal.status, "text/plain", f"{refusal.why}\n".encode()
+        if not refusal.failed:
+            return resource
+        connection, denied = self._connection, self._admission.denied
+        host = connection.peer.host or "unix socket"
+        self._wait(lambda: denied.deny(host, "wrong token over HTTP", lambda: self._later(resource), connection.close))
+        return None
+
+    def _login_page(self, request: h11.Request, query: bytes) -> HttpResource | None:
+        """Return the page behind a login link; for POST, wait for the body."""
+        if request.method == b"POST":
+            self._login = self._refusal(request) or True
+            self._known = self._known or self._login is True
+            return None
+        code = urllib.parse.parse_qs(query.decode("latin-1")).get("code", [""])[0]
+        if request.method not in (b"GET", b"HEAD") or not self._admission.http.has_code(code):
+            return 401, "text/plain", _BAD_LINK
+        return 200, "text/html", login_page(code)
+
+    def _log_in(self, answers: list[bytes]) -> None:
+        """Answer POST /login: a cookie for a valid code; without a code, a new one for a sender with the token."""
+        login, self._login = self._login, None
+        if login is None:
+            return
+        access, form = self._admission.http, urllib.parse.parse_qs(self._body[:MAX_BODY_BYTES].decode("latin-1"))
+        if "code" not in form:
+            resource = self._refuse(login) if login is not True else json_reply({"path": access.new_login()})
+            if resource is not None:
+                answers.append(self._write(*resource))
+            return
+        cookie = access.redeem(form["code"][0])
+        if cookie is None:
+            answers.append(self._write(401, "text/plain", _BAD_LINK))
+        else:
+            self._known = True
+            headers = ("location", "/"), ("set-cookie", set_cookie(cookie, self._connection.over_tls))
+            answers.append(self._write(303, "text/plain", b"logged in\n", headers))
+
+    # Replies that come later
+
+    def _wait(self, ask: Callable[[], None]) -> None:
+        """Ask for a reply; unless it comes at once, stop reading until it does."""
+        self._waiting = True
+        ask()
+        if self._waiting:
+            self._connection.stall()
+
+    def _later(self, resource: HttpResource) -> None:
+        """Answer the pending request, then go on with those behind it."""
         self._waiting = False
         if self._connection.closing:
             return
@@ -173,36 +269,27 @@ class HttpHandler:
                 self._connection.read_on()
 
 
-def _json(facts: dict[str, Any]) -> tuple[int, str, bytes]:
-    return 200, "application/json", json.dumps(facts).encode()
+def _headers(kind: str, size: int | None = None) -> list[tuple[str, str]]:
+    """Return the headers of every reply; a stream has no size."""
+    return [
+        ("content-type", f"{kind}; charset=utf-8"),
+        *(() if size is None else (("content-length", str(size)),)),
+        ("cache-control", "no-store"),
+        ("x-content-type-options", "nosniff"),
+        ("referrer-policy", "no-referrer"),
+        ("content-security-policy", POLICY),
+    ]
 
 
-def _opened(answer: int | Exception) -> tuple[int, str, bytes]:
-    if isinstance(answer, int):
-        return _json({"port": answer})
-    status = 409 if isinstance(answer, TooLate) else 404 if isinstance(answer, NoPorts) else 503
-    return status, "text/plain", f"{answer}\n".encode()
+def _metrics(built: BuiltStatus, query: bytes) -> HttpResource:
+    by_rank = urllib.parse.parse_qs(query).get(b"ranks") == [b"1"]
+    return 200, METRICS_TYPE, render_metrics(built.status, by_rank)
 
 
-def _number(text: bytes) -> int | None:
-    """Read a number of at most `SCOPE_DIGITS` digits; None where it is none."""
-    return int(text) if text.isdigit() and len(text) <= SCOPE_DIGITS else None
-
-
-def _page(facts: dict[str, Any]) -> str:
-    """Show the numbers, and who is connected; keys and values are nobody's business."""
-    numbers = [(name, fact) for name, fact in facts.items() if isinstance(fact, (int, float)) and name != "pid"]
-    rows = "".join(f"<tr><td>{html.escape(k)}</td><td>{html.escape(str(v))}</td></tr>" for k, v in numbers)
-    clients = [f"{client['peer']} speaks {client['speaks']}" for client in facts["clients"]]
-    if facts["more_clients"]:
-        clients.append(f"and {facts['more_clients']} more")
-    items = "".join(f"<li>{html.escape(printable(client))}</li>" for client in clients)
-    return _PAGE.format(version=facts["version"], pid=facts["pid"], engine=_engine(facts), rows=rows, clients=items)
-
-
-def _engine(facts: dict[str, Any]) -> str:
-    """Say where the state is, if not here, and whether it can be had."""
-    if "engine" not in facts:
-        return ""
-    trouble = f" It does not answer now: {facts['trouble']}" if facts["trouble"] else ""
-    return "<p>" + html.escape(f"The state is in {facts['engine']}.{trouble}") + "</p>\n"
+_NO_STATUS: HttpResource = (500, "text/plain", b"cannot build the status; the log of the server says why\n")
+_RENDERED: dict[bytes, Callable[[BuiltStatus, bytes], HttpResource]] = {
+    b"/": lambda built, query: (200, "text/html", status_page(built.status)),
+    b"/status": lambda built, query: (200, "application/json", built.json),
+    b"/metrics": _metrics,
+}
+"""The pages that show the status."""

@@ -1,7 +1,7 @@
-"""The process of a store server: take the sockets, make the server that the settings ask for, and run it.
+"""The process of a store server: open the sockets, create the server that the settings ask for, and run it.
 
-The state is in this process, in a data directory, or in etcd; each is imported only where it is needed. How a server is
-run, and when it ends, is in `running.py`.
+The state is in memory, in a data directory, or in etcd; the code for each is imported only when needed.
+`event_loop.py` runs the server, and knows when it ends.
 """
 
 from __future__ import annotations
@@ -16,8 +16,10 @@ from typing import Any
 from rallypoint import net
 from rallypoint.errors import RallypointError
 from rallypoint.etcd.address import Address
-from rallypoint.server.base import ServerBase
-from rallypoint.server.running import Serving, limited, run, run_child
+from rallypoint.security.client_security import ClientSecurity
+from rallypoint.security.credentials import OPEN, Credentials
+from rallypoint.server.admission import Admission
+from rallypoint.server.event_loop import Served, Serving, limited, run, run_child
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 from rallypoint.store.url import parse_url
@@ -27,58 +29,55 @@ __all__ = ["main", "serve"]
 log = logging.getLogger("rallypoint.server")
 
 SWITCH_S = 0.0005
-"""How long the event loop may keep the interpreter to itself while the thread of the log waits for it; Python's own
-5 ms are as long as dozens of commits."""
+"""Interval at which the event loop yields the interpreter to the log's thread; Python's default of 5 ms is as long as
+dozens of commits."""
 
 
 def main() -> None:
-    """Run as the child of a `Server`, told what to do by JSON on standard input."""
+    """Run as the child of a `Server`, with settings in JSON on standard input."""
     run_child(Settings, serve, "server")
 
 
-def serve(settings: Settings, ready: Callable[[str], None] = lambda url: None) -> None:
-    """Serve until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once clients get in.
+def serve(settings: Settings, credentials: Credentials = OPEN, ready: Callable[[str], None] = lambda url: None) -> None:
+    """Serve until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once clients can connect.
 
-    Raises AddressTaken or ValueError when the sockets or the data directory cannot be had, NoQuorum when the storage is
-    etcd, and silent, and StorageFailed when the data directory cannot be written to any more.
+    Raises AddressTaken or ValueError if the sockets, the data directory or a certificate cannot be used, NoQuorum if
+    the storage is etcd and does not answer, and StorageFailed once the data directory cannot be written any more.
     """
     settings = limited(settings)
     if settings.data_dir is not None:
         sys.setswitchinterval(SWITCH_S)
-    make = _serving(settings)
+    make = _serving(settings, credentials)
     sockets = [net.adopt(fd) for fd in settings.fds] or net.listen(settings.hosts, settings.port)
     if settings.storage is not None:
         _check_reachable(_address(settings.storage), [str(sock.getsockname()[0]) for sock in sockets])
-    run(make, settings, sockets, ready)
+    run(make, settings, sockets, ready, credentials)
 
 
-def _serving(settings: Settings) -> Serving:
-    """Return what makes the server; raise ValueError where its storage cannot be."""
+def _serving(settings: Settings, credentials: Credentials) -> Serving:
+    """Return the factory of the server; raise ValueError if the storage URL or a certificate is invalid."""
+    admission = Admission(credentials)
     if settings.storage is None:
-        return lambda stop: _store_server(settings, stop)
-    address = _address(settings.storage)
-    return lambda stop: _replicated_server(settings, address, stop)
+        return lambda stop: _store_server(settings, admission, stop)
+    address, security = _address(settings.storage), ClientSecurity(credentials)
+    return lambda stop: _replicated_server(settings, address, admission, security, stop)
 
 
 def _check_reachable(address: Address, hosts: list[str]) -> None:
-    """Raise ValueError where others would be told of a server that only this machine reaches, and etcd is on others."""
+    """Raise ValueError if the server listens on loopback only, but etcd runs on other machines."""
     members = [net.parse_endpoint(member, 0).host for member in address.endpoints]
-    if all(map(_is_loopback, hosts)) and not all(map(_is_loopback, members)):
+    if all(map(net.is_loopback, hosts)) and not all(map(net.is_loopback, members)):
         raise ValueError(
-            f"a server of {address.name} that listens on {hosts[0]} is of no use to other machines, which are told of "
-            f"it: give an address that they reach (serve --host)"
+            f"a server of {address.name} is listed in etcd for other machines, but listens on {hosts[0]}, which they "
+            f"cannot reach: give an address that they can (serve --host)"
         )
 
 
-def _is_loopback(host: str) -> bool:
-    return host in ("localhost", "::1") or host.startswith("127.")
-
-
 @contextlib.contextmanager
-def _store_server(settings: Settings, stop: Callable[[], None]) -> Iterator[ServerBase]:
-    """Make a server that has its state here, let go of its data directory, and raise why that failed, if it did."""
-    server = StoreServer(settings, None if settings.data_dir is None else _storage(settings.data_dir))
-    server.on_failure = stop
+def _store_server(settings: Settings, admission: Admission, stop: Callable[[], None]) -> Iterator[StoreServer]:
+    """Create a server with its state in memory or a data directory; raise the error of its storage in the end."""
+    server = StoreServer(settings, None if settings.data_dir is None else _storage(settings.data_dir), admission)
+    server.on_failure = server.listener.on_idle = stop
     try:
         with _usable(settings.data_dir, inside=True):
             yield server
@@ -90,23 +89,25 @@ def _store_server(settings: Settings, stop: Callable[[], None]) -> Iterator[Serv
 
 
 @contextlib.contextmanager
-def _replicated_server(settings: Settings, address: Address, stop: Callable[[], None]) -> Iterator[Any]:
-    """Make one of the servers of a store in etcd; raise why it cannot go on, if so."""
+def _replicated_server(
+    settings: Settings, address: Address, admission: Admission, security: ClientSecurity, stop: Callable[[], None]
+) -> Iterator[Served]:
+    """Create one of the servers of a store in etcd; raise the error that ended it, if any."""
     try:
-        from rallypoint.server.replicated import ReplicatedServer
+        from rallypoint.server.replication.replicated_server import ReplicatedServer
     except ModuleNotFoundError as error:
-        why = f"{address.name} needs more than is installed ({error}): pip install 'rallypoint[etcd]'"
+        why = f"{address.name} needs the etcd extra ({error}): pip install 'rallypoint[etcd]'"
         raise ValueError(why) from None
-    server = ReplicatedServer(settings, address)
-    server.on_failure = stop
+    server = ReplicatedServer(settings, address, admission, security)
+    server.on_failure = server.on_idle = stop
     yield server
     if server.failed is not None:
         raise server.failed
 
 
 def _storage(directory: str) -> Any:
-    """Open a data directory; raise where another server has it, or where it is damaged."""
-    from rallypoint.storage.file import FileStorage
+    """Open a data directory; raise DirectoryInUse or StorageDamaged."""
+    from rallypoint.storage.file.storage import FileStorage
 
     with _usable(directory):
         return FileStorage(directory)
@@ -114,7 +115,7 @@ def _storage(directory: str) -> Any:
 
 @contextlib.contextmanager
 def _usable(directory: str | None, inside: bool = False) -> Iterator[None]:
-    """Turn an error of the file system into one that names the data directory; `inside`: of a file in it."""
+    """Turn an OSError into a ValueError that names the data directory; with `inside`, only for files in it."""
     try:
         yield
     except OSError as error:
@@ -129,5 +130,5 @@ def _usable(directory: str | None, inside: bool = False) -> Iterator[None]:
 def _address(url: str) -> Address:
     parsed = parse_url(url)
     if parsed.scheme != "etcd" or parsed.prefix:
-        raise ValueError(f"storage {parsed} is not a store in etcd: give etcd://host:2379,host:2379/name")
+        raise ValueError(f"invalid storage {parsed}: give a store in etcd, as etcd://host:2379,host:2379/name")
     return parsed.etcd()

@@ -1,8 +1,8 @@
-"""Why a round of a run cannot be entered, or have a port; HTTP turns it into status codes."""
+"""Errors of entering a round of a run or opening a port for it; HTTP turns them into status codes."""
 
 from __future__ import annotations
 
-__all__ = ["NoPorts", "TooLate", "TooMany"]
+__all__ = ["TooLate", "TooMany"]
 
 
 class TooLate(Exception):
@@ -10,8 +10,4 @@ class TooLate(Exception):
 
 
 class TooMany(Exception):
-    """There are as many rounds as may be, and all are in use."""
-
-
-class NoPorts(Exception):
-    """This server has no ports for rounds: a relay has."""
+    """The limit of open rounds is reached, and all are in use."""

@@ -1,15 +1,14 @@
-"""The store's server: the state behind the connections, and the log where there is one.
+"""`StoreServer`: a state, and its log, if there is one; the application behind a `Listener`.
 
-Without a data directory, requests run at once on the state: `log` is None, and that is the whole difference. With one,
-changes go through a `CommitQueue`, and run when they are durable. What the time brings is `clock.py`'s.
-
-Entries that nobody waits for (a client is gone, a grace is over) and that find the disk full are `retries.py`'s.
+Without a storage, requests run on the state at once: `log` is None, and that is the whole difference. With a storage,
+changes go through a `CommitQueue` and run once they are durable. `clock.py` handles deadlines, `housekeeping.py` the
+work of every second, and `retries.py` the server's own entries (a client has left, a grace period is over) that found
+the disk full.
 """
 
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
 import secrets
 import socket
@@ -17,122 +16,144 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from rallypoint.core import entries, ops
+from rallypoint.core import entries
+from rallypoint.core.costs import SESSION_BYTES
 from rallypoint.core.engine import Engine
-from rallypoint.core.entries import CloseNamespace, Detach, End, Entry, GoOn, OpenNamespace, Start, TimeOut
-from rallypoint.core.records import Turn
+from rallypoint.core.entries import CloseNamespace, DetachOwner, EndSession, Entry, OpenNamespace, StartServer
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import read, write
-from rallypoint.core.state import Namespace, OtherVersion, State
+from rallypoint.core.state import OtherVersion, State
 from rallypoint.errors import StoreError
-from rallypoint.server.base import RESERVE_BYTES, ServerBase
-from rallypoint.server.c10d_connection import C10dConnection
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.native import read_standby
+from rallypoint.server.admission import Admission
 from rallypoint.server.clock import RETURN_S, Clock
 from rallypoint.server.commit import CommitQueue
-from rallypoint.server.connection import Connection
-from rallypoint.server.multiplexed import MultiplexedConnection
-from rallypoint.server.native_connection import NativeConnection
-from rallypoint.server.notices import Notices
+from rallypoint.server.connections.c10d_connection import C10dConnection
+from rallypoint.server.connections.connection import Connection, ProtocolHandler
+from rallypoint.server.connections.greeting import PeerProtocol, Redirect
+from rallypoint.server.connections.limits import RESERVE_BYTES
+from rallypoint.server.connections.multiplexed import MultiplexedConnection
+from rallypoint.server.connections.native_connection import NativeConnection
+from rallypoint.server.housekeeping import Housekeeping
+from rallypoint.server.http_site import LISTED, HttpSite, about, statistics
+from rallypoint.server.listener import Listener
+from rallypoint.server.replication.notices import Notices
 from rallypoint.server.retries import Retries
-from rallypoint.server.rounds import Rounds, holdings
+from rallypoint.server.round_namespaces import RoundNamespaces, holdings
 from rallypoint.server.settings import DEFAULT_RECOVERY_S, Settings
+from rallypoint.server.status.store_status import StoreStatus
 from rallypoint.storage.errors import Deposed, StoreGone
 
 __all__ = ["StoreServer"]
 
 log = logging.getLogger("rallypoint.server")
 
-FREEZE_KEYS = 50_000
-"""From how many keys on the garbage collector is told to leave them alone, and again each time they have doubled."""
-
 MAX_REFUSALS = 1024
-"""How many requests of one session are remembered that found the disk full."""
+"""Requests of one session remembered as refused by a full disk."""
 
 MAX_ENDED = 16_384
-"""How many ids of sessions that ended are remembered."""
+"""Ids of ended sessions that are remembered."""
 
 SLICE_ENTRIES = 256
-"""How many entries of its own the server submits, or replays when it starts, in one turn of the event loop."""
+"""Entries that the server replays at its start in one turn of the event loop."""
 
 CLOSE_S = 5.0
-"""How long a clean stop waits for commits that are under way, and for replies to be sent."""
+"""How long a clean stop waits for commits in flight, and for replies to be sent."""
 
 
-class StoreServer(ServerBase):
-    """A state, and everybody who is connected to it."""
+class StoreServer:
+    """A state, its log, and the listener through which clients reach it."""
 
-    def __init__(self, settings: Settings, storage: Any = None) -> None:
-        super().__init__(settings)
+    def __init__(self, settings: Settings, storage: Any = None, admission: Admission | None = None) -> None:
+        self.settings = settings
+        self.listener = Listener(settings, self, admission or Admission())
+        self.turns = self.listener.turns
+        self.elsewhere = b""
+        """The reply to a native preface while another server leads (`native.standby`); empty while this one leads."""
+
         self.state = State()
-        self.clock = Clock(self)
+        self.clock: Clock = Clock(self)
         self.storage = storage
         self.log: CommitQueue | None = None
         self.recovery_s = 0.0
-        self.rounds = Rounds(self)
-        self.notices = Notices(self)
+        self.rounds = RoundNamespaces(self)
+        self.status = StoreStatus(self)
+        self.site = HttpSite(
+            about, self.health, self.statistics, None, self.rounds.close, lambda: not self.elsewhere, self.status.source
+        )
+        self.notices = Notices(self.listener.handlers)
+        self.listener.admission.denied.on_new = self.notices.tell_denied
+        self.housekeeping = Housekeeping(self)
         self.retries = Retries(self)
         self.failed: BaseException | None = None
-        """Why the storage cannot be trusted any more, if so."""
+        """The error after which the storage cannot be trusted."""
 
         self.on_failure: Callable[[], None] = lambda: None
         self.refusals: dict[int, dict[int, None]] = {}
-        """Of sessions, by their serials: the requests that found the disk full, and may come again."""
+        """By session: the requests refused by a full disk, which the client may repeat."""
 
         self.openings: dict[bytes, list[Callable[[], None]]] = {}
-        """Sessions with ids that clients chose and that are being opened: who wants the same one next."""
+        """Client-chosen session ids being opened, each with the hellos that wait to open the same one."""
 
         self.ended: dict[bytes, None] = {}
-        """The ids of the last sessions that ended: a hello that comes late must not open them again."""
+        """Ids of the sessions that ended last: a late hello must not open them again."""
+
+        self.refused_sessions = 0
+        """Number of sessions over the limit so far."""
 
         self._starting: asyncio.Future[None] | None = None
-        self._visitors = 0
-        self._clearing: dict[int, None] = {}
-        self._frozen_keys = FREEZE_KEYS
+        self._connection_owners = 0
 
-    # Beginning and end
+    # Start and stop
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
-        """Recover the state where there is a storage, then start to serve on bound, listening sockets."""
+        """Recover the state if there is a storage, then start to serve on bound, listening sockets."""
         if self.storage is None:
             self.state.apply(self._start)
         else:
             await self._recover()
-        await super().open(sockets)
+        await self._listen(sockets)
+
+    async def _listen(self, sockets: Sequence[socket.socket]) -> None:
+        await self.listener.open(sockets)
+        self.housekeeping.start()
 
     @property
-    def _start(self) -> Start:
-        """What a server says in the log when it starts."""
+    def _start(self) -> StartServer:
+        """The entry with which a server starts its part of the log."""
         settings = self.settings
-        limits = (settings.max_memory, settings.max_connection_memory, self._reserve, settings.max_sessions)
-        return Start(entries.VERSION, secrets.token_bytes(16), *limits)
+        sessions = min(settings.max_sessions, self._reserve // 2 // SESSION_BYTES)
+        limits = (settings.max_memory, settings.max_connection_memory, self._reserve, sessions)
+        return StartServer(entries.VERSION, secrets.token_bytes(16), *limits)
 
     @property
     def _reserve(self) -> int:
         return max(self.settings.max_memory // 4, RESERVE_BYTES)
 
     async def stand_by(self, sockets: Sequence[socket.socket], elsewhere: bytes) -> None:
-        """Serve nobody yet: follow the log of another server (`apply_record`), and tell clients where that is."""
+        """Follow the log of the leader (`apply_record`), and reply to clients with `elsewhere`, which names it."""
         self.elsewhere = elsewhere
-        await super().open(sockets)
+        await self._listen(sockets)
 
     def restore(self, chunks: Iterable[bytes]) -> None:
-        """Begin with a snapshot of the state."""
+        """Replace the state by a snapshot."""
         self.state = read(chunks)
 
     def apply_record(self, record: bytes) -> None:
-        """Apply an entry that is in the log already."""
+        """Apply an entry of the log."""
         self.state.apply(entries.decode(record))
         self.state.outputs.clear()
 
     async def abandon(self) -> None:
-        """Answer nothing more, for another server may lead: hang up on everybody."""
+        """Close all connections and answer nothing more: another server may lead."""
         self.clock.stop()
         if self.storage is not None:
             self.storage.close()
-        await super().close()
+        await self.listener.close()
 
     async def _recover(self) -> None:
-        """Replay the log, and go on with it."""
+        """Replay the log, then begin to write it."""
         try:
             await self._replay()
         except OtherVersion as error:
@@ -143,20 +164,20 @@ class StoreServer(ServerBase):
         await self.begin()
 
     async def begin(self, back_s: float = RETURN_S) -> None:
-        """Begin to write the log, whose state this is: note in it that the server starts.
+        """Begin to write the log that was replayed or followed so far; its first entry is `StartServer`.
 
-        `back_s` is how long clients have to come back to their sessions.
+        Clients have `back_s` to resume their sessions.
         """
         told_s = self.settings.recovery_s
         self.recovery_s = DEFAULT_RECOVERY_S if told_s is None else told_s
         self.storage.attach(asyncio.get_running_loop())
-        self.log = CommitQueue(self.storage, self._storage_failed, self._reserve)
+        self.log = CommitQueue(self.storage, self._storage_failed, self._reserve, self.turns)
         self._starting = asyncio.get_running_loop().create_future()
         self.submit(self._start, self._starting.set_result, self._cannot_start)
         await asyncio.shield(self._starting)
         self.clock.start(back_s)
         for namespace in self.state.namespaces.values():
-            self.go_on_clearing(namespace)
+            self.housekeeping.continue_change(namespace)
 
     async def _replay(self) -> None:
         chunks, records = self.storage.recover()
@@ -165,7 +186,7 @@ class StoreServer(ServerBase):
         for count, record in enumerate(records, 1):
             self.apply_record(record)
             if not count % SLICE_ENTRIES:
-                await asyncio.sleep(0)  # it may be told to end
+                await asyncio.sleep(0)  # let a signal stop the server
 
     def _cannot_start(self, error: StoreError) -> None:
         if self._starting is not None:
@@ -174,23 +195,23 @@ class StoreServer(ServerBase):
             self._starting.set_exception(failure)
 
     async def close(self) -> None:
-        """Stop listening and reading, answer what was asked, hang up, and write the state down."""
+        """Stop listening and reading, answer pending requests, close all connections, and save a snapshot."""
         ends_at = time.monotonic() + CLOSE_S
-        self.stop()
+        self.listener.stop()
         await self._finish(ends_at)
-        await super().close()
+        await self.listener.close()
         if self.storage is not None:
             if await self._finish(ends_at, gone=True):
                 self._save()
             self.storage.close()
 
     async def _finish(self, ends_at: float, gone: bool = False) -> bool:
-        """Wait for the log, and until all connections are gone; return whether there is nothing left to wait for.
+        """Wait for commits in flight, and with `gone` for all connections to close; return whether the log is idle.
 
-        Not for ever: a disk or a peer may hang.
+        Give up at `ends_at`: a disk or a peer may hang.
         """
         while self.log is not None and self.failed is None and time.monotonic() < ends_at:
-            if self.log.idle and not (gone and self.connections):
+            if self.log.idle and not (gone and self.listener.connections):
                 return True
             await asyncio.sleep(0.001)
         return self.log is not None and self.failed is None and self.log.idle
@@ -199,31 +220,49 @@ class StoreServer(ServerBase):
         try:
             self.storage.save(write(self.state))
         except StoreError as error:
-            log.warning("no snapshot was written, so the next start takes longer: %s", error)
+            log.warning("cannot write a snapshot; the next start takes longer: %s", error)
 
     def _storage_failed(self, error: BaseException) -> None:
         if not isinstance(error, (Deposed, StoreGone)):
-            log.critical("the storage failed, and the server ends: %s", error)
+            log.critical("storage failed; the server stops: %s", error)
         self.failed = error
         if self._starting is not None and not self._starting.done():
             self._starting.set_exception(error)
         self.on_failure()
 
-    # Handlers
+    # Called by the listener
+
+    def handler(self, protocol: PeerProtocol, connection: Connection) -> ProtocolHandler | Redirect:
+        """Return the handler of a new connection; a standby sends native clients to the leader."""
+        if self.elsewhere:
+            if protocol is PeerProtocol.TORCH:
+                raise BadMessage(_no_torch_clients(self.elsewhere))
+            return Redirect(self.elsewhere)
+        if protocol is PeerProtocol.TORCH:
+            return self.torch_handler(connection)
+        if protocol is PeerProtocol.NATIVE:
+            return self.native_handler(connection)
+        return MultiplexedConnection(self, connection)
 
     def torch_handler(self, connection: Connection) -> C10dConnection:
+        """Return a handler of PyTorch's protocol."""
         return C10dConnection(self, connection, self.state.namespaces[0])
 
     def native_handler(self, connection: Connection) -> NativeConnection:
+        """Return a handler of the native protocol."""
         return NativeConnection(self, connection, self.state.namespaces[0])
 
-    def multiplexed_handler(self, connection: Connection) -> MultiplexedConnection:
-        return MultiplexedConnection(self, connection)
+    def held_bytes(self) -> int:
+        """Return the size of the state in bytes, and of what waits to become part of it."""
+        held = self.state.memory.total + SESSION_BYTES * len(self.state.sessions)
+        return held if self.log is None else held + self.log.bytes
 
-    def new_visitor(self) -> int:
-        """Return a serial for a visitor, which no other has since the server started."""
-        self._visitors -= 1
-        return self._visitors
+    # Called by handlers
+
+    def new_connection_owner(self) -> int:
+        """Return a serial for a connection without a session, unique since the server started."""
+        self._connection_owners -= 1
+        return self._connection_owners
 
     # Changes
 
@@ -233,9 +272,9 @@ class StoreServer(ServerBase):
         done: Callable[[Any], None] | None = None,
         refuse: Callable[[StoreError], None] | None = None,
     ) -> None:
-        """Have an entry applied, at once or once it is in the log; then call `done` with what came of it.
+        """Apply an entry, at once or once it is committed; then call `done` with its result.
 
-        Where the disk is full, `refuse` is called with the reason; without one, the entry is tried again.
+        If the disk is full, call `refuse` with the error; without `refuse`, retry the entry.
         """
         if self.log is None:
             self._apply(entry, done)
@@ -243,12 +282,12 @@ class StoreServer(ServerBase):
             self.log.submit(entries.encode(entry), self, (entry, done, refuse))
 
     def committed(self, work: Any, size: int) -> None:
-        """Apply an entry that is in the log now."""
+        """Apply a committed entry."""
         entry, done, _ = work
         self._apply(entry, done)
 
     def refuse(self, work: Any, size: int, error: StoreError, last: bool) -> bool:
-        """Refuse an entry that could not be written to the log, if somebody asked for it; else try it again later."""
+        """Refuse an entry that found no room in the log, if a client waits for it; otherwise retry it later."""
         entry, done, refuse = work
         if not last and not isinstance(entry, OpenNamespace):
             return False
@@ -268,13 +307,13 @@ class StoreServer(ServerBase):
                 self.ended[session.id] = None
                 if len(self.ended) > MAX_ENDED:
                     del self.ended[next(iter(self.ended))]
-                if session.link is not None:
-                    session.link.session_ended()
+                if session.handler is not None:
+                    session.handler.session_ended()
         for namespace in self.state.namespaces.values():
             if namespace.objects.changed_timers:
                 self.clock.arm_timers(namespace)
-            if namespace.engine.clearing:
-                self.go_on_clearing(namespace)
+            if namespace.engine.clearing or namespace.engine.has_read_work:
+                self.housekeeping.continue_change(namespace)
         self.deliver()
         if done is not None:
             done(answer)
@@ -284,106 +323,75 @@ class StoreServer(ServerBase):
         sessions = self.state.sessions
         if isinstance(entry, (OpenNamespace, CloseNamespace)):
             return [session for session in sessions.values() if session.namespace]
-        serial = entry.session if isinstance(entry, End) else entry.owner if isinstance(entry, Detach) else 0
+        serial = (
+            entry.session if isinstance(entry, EndSession) else entry.owner if isinstance(entry, DetachOwner) else 0
+        )
         return [sessions[serial]] if serial in sessions else []
 
     def settle(self, engine: Engine) -> None:
-        """Send what an engine has for waiting clients."""
+        """Send the replies that an engine has for waiting clients."""
         self.state.settle(engine)
         self.deliver()
+        if engine.clearing or engine.has_read_work:
+            for namespace in self.state.namespaces.values():
+                self.housekeeping.continue_change(namespace)
 
     def deliver(self) -> None:
-        """Send what the state has for clients."""
+        """Send the replies and pushes that the state has for clients."""
         while self.state.outputs:
             for owner, number, answer in self.state.take_outputs():
                 if number:
                     self.clock.deadlines.drop((owner.serial, number))
-                if owner.link is not None:
-                    owner.link.deliver(number, answer)
+                if owner.handler is not None:
+                    owner.handler.deliver(number, answer)
 
     def confirmed(self, do: Callable[[], None]) -> None:
-        """Do something that only reads: at once, or once it is known that no other server has taken over the log."""
+        """Run a read: at once, or once it is confirmed that no other server has taken over the log."""
         if self.log is None or not self.log.confirms:
             do()
         else:
             self.log.confirm(do)
 
     def detach(self, session: Session) -> None:
-        """Note that a session has lost its connection: its grace begins."""
+        """Note that a session has lost its connection: its grace period begins."""
         self.clock.detached(session)
-        self.submit(Detach(session.serial))
+        if session.over:  # its end may take long, and many may end at once
+            self.turns.resume(lambda: self.submit(DetachOwner(session.serial)))
+        else:
+            self.submit(DetachOwner(session.serial))
 
     def note_refusal(self, session: Session, number: int) -> None:
-        """Remember that a request was not carried out, for it has a number that looks as if it had been."""
+        """Remember that a request was not executed: by its number it would look like an executed one."""
         refusals = self.refusals.setdefault(session.serial, {})
         refusals[number] = None
         if len(refusals) > MAX_REFUSALS:
             del refusals[next(iter(refusals))]
 
-    # What is done a slice at a time, with others in between
+    # Shown over HTTP
 
-    def go_on_clearing(self, namespace: Namespace) -> None:
-        """Go on with a deletion that is under way, if there is one."""
-        if namespace.engine.clearing and namespace.id not in self._clearing:
-            self._clearing[namespace.id] = None
-            asyncio.get_running_loop().call_soon(self._clear_slice, namespace)
-
-    def _clear_slice(self, namespace: Namespace) -> None:
-        def cleared(_: object) -> None:
-            self._clearing.pop(namespace.id, None)
-            self.go_on_clearing(namespace)
-
-        self.submit(GoOn(namespace.id), cleared)
-
-    def sweep(self) -> None:
-        """Take back the turns that nobody used, log bugs, and see to the storage; not while another server leads."""
-        if self.elsewhere:
-            return
-        self.clock.now()
-        for namespace in self.state.namespaces.values():
-            self._take_back(namespace.engine.idle_turns())
-            while namespace.engine.bugs:
-                log.error("%s", namespace.engine.bugs.popleft())
-        if self.storage is not None:
-            self.storage.compact_if_due()
-        keys: int = sum(one.engine.execute(ops.Count(0, b"")) for one in self.state.namespaces.values())
-        if keys > 2 * self._frozen_keys:  # a collection looks at the index of all keys, for 30 ms a million
-            gc.freeze()
-            self._frozen_keys = keys
-
-    def _take_back(self, turns: list[Turn]) -> None:
-        for turn in turns[:SLICE_ENTRIES]:
-            owner: Any = turn.owner
-            self.submit(TimeOut(owner.serial, turn.number))
-        if len(turns) > SLICE_ENTRIES:
-            asyncio.get_running_loop().call_soon(self._take_back, turns[SLICE_ENTRIES:])
-
-    # Rounds
-
-    def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
-        self.rounds.close(name, scope, done)
-
-    # For the statistics
-
-    def health(self) -> str:
+    def health(self, in_full: bool = True) -> str:
+        """Return the reply to a health check, which has no addresses anyway."""
         full = self.log is not None and self.log.disk_full
         return "ok, but the disk is full: changes are refused" if full else "ok"
 
-    def holdings(self) -> dict[str, Any]:
-        return {
+    def statistics(self, listed: int = LISTED) -> dict[str, Any]:
+        """Return counts and sizes, and so many of the clients and sessions."""
+        held = {
             **holdings(self.state.namespaces[0]),
             "namespaces": self.rounds.statistics(),
             "rounds": len(self.state.namespaces) - 1,
-            **({"storage": self._storage_statistics()} if self.storage is not None else {}),
+            **({} if self.storage is None or self.elsewhere else {"storage": self._storage_statistics()}),
         }
+        sessions = list(self.state.sessions.values())
+        return statistics(self.listener, about(), held, listed, sessions, self.refused_sessions)
 
     def _storage_statistics(self) -> dict[str, Any]:
         return {**self.storage.statistics(), "disk_full": self.log is not None and self.log.disk_full}
 
-    def held_bytes(self) -> int:
-        spaces = self.state.namespaces.values()
-        held = sum(one.engine.size + one.engine.parked for one in spaces) + self.state.budget.kept
-        return held if self.log is None else held + self.log.bytes
 
-    def describe_sessions(self) -> Sequence[Any]:
-        return list(self.state.sessions.values())
+def _no_torch_clients(elsewhere: bytes) -> str:
+    """Return why a standby drops a PyTorch client: its protocol has no reply that names the leader."""
+    told = read_standby(elsewhere)
+    leader = told.leader if told is not None else ""
+    where = f"the leader is at {leader}: connect there, or" if leader else "no server leads now: connect"
+    return f"this server is a standby and cannot serve PyTorch clients; {where} to a relay, which follows the leader"

@@ -1,4 +1,4 @@
-"""What a server can be told: where to listen, and its limits. The command line and `Server` both fill this in."""
+"""The settings of a server: where to listen, where to store, and limits. The command line and `Server` fill them in."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import msgspec
 __all__ = ["DEFAULT_GRACE_S", "DEFAULT_PORT", "DEFAULT_RECOVERY_S", "MAX_SESSIONS", "Settings"]
 
 DEFAULT_PORT = 29400
-"""Where a server listens when it is not told, as torchrun's rendezvous does."""
+"""The default port, the same as that of torchrun's rendezvous."""
 
 DEFAULT_GRACE_S = 2.0
-"""How long a session outlives its connection when nobody says."""
+"""The default grace period: how long a session outlives its connection."""
 
 DEFAULT_RECOVERY_S = 60.0
-"""How long clients wait for a server with a data directory that is gone, when nobody says."""
+"""How long clients try to reconnect to a server with a data directory, by default."""
 
 MAX_SESSIONS = 65_536
-"""How many sessions a server has at most when nobody says."""
+"""The default limit of sessions."""
 
 MIB = 1024 * 1024
 
@@ -27,47 +27,48 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ("127.0.0.1",)
     port: int = DEFAULT_PORT
     fds: tuple[int, ...] = ()
-    """Bound sockets to listen on, instead of hosts and port."""
+    """Bound sockets to listen on, instead of `hosts` and `port`."""
 
     url_file: str | None = None
-    """A file to write the server's URL to once it listens; removed when it ends."""
+    """A file to write the URL to once the server listens; removed when it ends."""
 
     storage: str | None = None
-    """The URL of the store in etcd that this is one of the servers of; None: the store is this server's alone."""
+    """The URL of a store in etcd, shared with other servers; None: the store belongs to this server alone."""
 
     ready_fd: int | None = None
-    """A descriptor to write the URL to once it listens."""
+    """A descriptor to write the URL to once the server listens."""
 
     parent_pid: int | None = None
-    """The process to live and die with."""
+    """The parent process; the server ends when it does."""
 
     alone_s: float | None = None
-    """End after so long with nobody connected; None: never."""
+    """End after this time without a connection; None: never."""
 
     max_memory: int = 4096 * MIB
-    """Everything held for clients: keys, values, waits and what is on its way in or out.
+    """Everything held for clients, in all namespaces: keys, values, waits, and data in transit.
 
-    However much is stored, a quarter of it, and 32 MiB at least, may be on its way, so that a full store can be read.
+    However full the store is, a quarter of this, and at least 32 MiB, may be in transit, so that a full store can be
+    read.
     """
 
     max_connection_memory: int = 256 * MIB
-    """What one connection may make the server hold in one request or one answer."""
+    """The size of one request, or one reply, of one connection."""
 
     greeting_s: float = 10.0
-    """How long a new connection may take to say who calls."""
+    """How long a new connection may take to complete its greeting."""
 
     grace_s: float = DEFAULT_GRACE_S
-    """How long a session outlives its connection."""
+    """The grace period: how long a session outlives its connection."""
 
     data_dir: str | None = None
-    """Where the state is kept, so that a server which is started again there goes on with it; None: nowhere."""
+    """The directory with the state, which a restarted server continues from; None: memory only."""
 
     recovery_s: float | None = None
-    """With that, how long clients try to come back to a server that is gone, and with `storage`, how long the store
-    outlives its last server; None: `DEFAULT_RECOVERY_S`."""
+    """With `data_dir`: how long clients try to reconnect after the server is gone. With `storage`: how long the store
+    outlives its last server. None: `DEFAULT_RECOVERY_S`."""
 
     max_connections: int | None = None
-    """How many may be connected; None: as many as the limit on open files allows, with a few for the server itself."""
+    """The limit of connections; None: what the limit on open files allows, less a few for the server itself."""
 
     max_sessions: int = MAX_SESSIONS
-    """How many sessions there may be, those included that are away in their grace."""
+    """The limit of sessions, including detached ones in their grace period."""

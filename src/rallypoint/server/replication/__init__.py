@@ -1,0 +1,1 @@
+"""Several servers with one log in etcd: leader election, failover, and notices to clients."""
