@@ -1,1 +1,2 @@
-"""The relay of one node: PyTorch's clients and ours share one connection to the server (`relay/upstream.py`)."""
+"""The relay of a node: its PyTorch and native clients share one connection to the server
+(`relay/upstream/connection.py`)."""

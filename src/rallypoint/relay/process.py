@@ -1,8 +1,8 @@
-"""The process of a relay: take the sockets, relay, and say every ten seconds if the server cannot be reached.
+"""The process of a relay: adopt the sockets, relay, and log every ten seconds while the server is unreachable.
 
-It listens before it is connected, and goes on listening when it is not any more: whoever comes meanwhile waits, or is
-turned away, as `relay/server.py` has it. Its Unix socket's file goes when it ends in order; one that was killed leaves
-it, and the next relay there replaces it (`unix_socket.py`).
+It listens before it is connected, and keeps listening when the connection is lost: new clients then wait or are
+refused, by the rules of `relay/server.py`. On an orderly exit it removes the file of its Unix socket. A killed relay
+leaves the file, and the next relay at that path replaces it (`unix_socket.py`).
 """
 
 from __future__ import annotations
@@ -16,29 +16,32 @@ from collections.abc import Callable, Iterator
 from rallypoint import net, unix_socket
 from rallypoint.relay.server import RelayServer
 from rallypoint.relay.settings import RelaySettings, UpstreamStore, upstream_store
-from rallypoint.server.base import ServerBase
-from rallypoint.server.running import limited, run, run_child
+from rallypoint.security.credentials import OPEN, Credentials
+from rallypoint.server.event_loop import limited, run, run_child
 
 __all__ = ["main", "serve"]
 
 log = logging.getLogger("rallypoint.relay")
 
-SAY_S = 10.0
-"""How often a relay says that it has no server."""
+LOG_INTERVAL_S = 10.0
+"""How often a relay logs that it has no connection to its server."""
 
-WELL = "ok"
-"""What a relay says of its health while it is connected."""
+HEALTHY = "ok"
+"""The health of a relay while it is connected."""
 
 
 def main() -> None:
-    """Run as the child of a `Relay`, told what to do by JSON on standard input."""
+    """Run as the child of a `Relay`, with settings as JSON on standard input."""
     run_child(RelaySettings, serve, "relay")
 
 
-def serve(settings: RelaySettings, ready: Callable[[str], None] = lambda url: None) -> None:
+def serve(
+    settings: RelaySettings, credentials: Credentials = OPEN, ready: Callable[[str], None] = lambda url: None
+) -> None:
     """Relay until SIGTERM, SIGINT, or the end of the parent; call `ready` with the URL once it listens.
 
-    Raises AddressTaken where it cannot listen, and ValueError where the upstream is none, or is this relay itself.
+    Raises AddressTaken if it cannot listen, and ValueError if a certificate or the upstream is invalid, or if the
+    upstream is this relay.
     """
     settings = limited(settings)
     store = upstream_store(settings.upstream)
@@ -46,7 +49,7 @@ def serve(settings: RelaySettings, ready: Callable[[str], None] = lambda url: No
     own = {net.Endpoint(*sock.getsockname()[:2]) for sock in sockets if sock.family != socket.AF_UNIX}
     if own.intersection(store.endpoints):
         raise ValueError(f"upstream {store.label!r} is the address of the relay itself")
-    run(lambda stop: _relay(settings, store), settings, sockets, ready)
+    run(lambda stop: _relay(settings, store, credentials, stop), settings, sockets, ready, credentials)
 
 
 def _sockets(settings: RelaySettings) -> list[socket.socket]:
@@ -68,30 +71,34 @@ def _adopted(fd: int) -> socket.socket:
 
 
 @contextlib.contextmanager
-def _relay(settings: RelaySettings, store: UpstreamStore) -> Iterator[ServerBase]:
-    """Make the relay, on the event loop; in the end, remove the file of its Unix socket."""
+def _relay(
+    settings: RelaySettings, store: UpstreamStore, credentials: Credentials, stop: Callable[[], None]
+) -> Iterator[RelayServer]:
+    """Create the relay on the event loop; at the end, remove the file of its Unix socket."""
     file = None if settings.unix is None else unix_socket.where(settings.unix)
-    server = _server(settings, store)
-    telling = asyncio.ensure_future(_tell(server))
+    server = _server(settings, store, credentials)
+    server.listener.on_idle = stop
+    logging_task = asyncio.ensure_future(_log_outage(server))
     try:
         yield server
     finally:
-        telling.cancel()
+        logging_task.cancel()
         if settings.unix is not None and file is not None:
             unix_socket.remove(settings.unix, file)
 
 
-def _server(settings: RelaySettings, store: UpstreamStore) -> RelayServer:
+def _server(settings: RelaySettings, store: UpstreamStore, credentials: Credentials) -> RelayServer:
     if store.etcd is None:
-        return RelayServer(settings, store.endpoints)
-    from rallypoint.store.etcd import Finder
+        return RelayServer(settings, store.endpoints, credentials=credentials, tls=store.tls)
+    from rallypoint.store.etcd import ServerLookup
 
-    return RelayServer(settings, net.Endpoints(), store.label, Finder(store.etcd, starts=False))
+    lookup = ServerLookup(store.etcd, starts=False)
+    return RelayServer(settings, net.Endpoints(), store.label, lookup, credentials)
 
 
-async def _tell(server: ServerBase) -> None:
+async def _log_outage(server: RelayServer) -> None:
     while True:
-        await asyncio.sleep(SAY_S)
+        await asyncio.sleep(LOG_INTERVAL_S)
         health = server.health()
-        if health != WELL:
+        if health != HEALTHY:
             log.warning("%s", health)

@@ -1,14 +1,14 @@
-"""The relay of one node: a server whose state is another server's, reached by one connection.
+"""The relay of a node: a server without state of its own, which forwards to another server over one connection.
 
-PyTorch's clients share one session upstream (`relay/torch_session.py`), one for each namespace; native clients have a
-channel and a session each (`relay/native_forward.py`). It listens on TCP and Unix sockets, has the limits and pages of
-every server, and a port for each round of a run (`relay/rounds.py`).
+The PyTorch clients of a namespace share one upstream session (`relay/torch/session.py`); each native client has a
+channel and a session of its own (`relay/native_forward.py`). The relay listens on TCP and Unix sockets, has the limits
+and HTTP pages of every server, and opens a port for each round of a run (`relay/round_ports.py`).
 
-While there is no connection upstream, PyTorch's clients wait, and native clients do for a few seconds, before they are
-hung up on: their own addresses may be better then. `/healthz` says since when there is none, and why.
+While there is no upstream connection, PyTorch clients wait. Native clients wait for a few seconds and are then
+disconnected, because a direct connection may work. `/healthz` reports how long the connection has been down, and why.
 
-Rejected: to stop listening while the server is away. PyTorch's clients cannot connect again, so those that start
-during an outage would fail.
+Rejected: stop listening during an outage. PyTorch clients cannot reconnect, so those that start during an outage would
+fail.
 """
 
 from __future__ import annotations
@@ -18,68 +18,77 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rallypoint import net
+from rallypoint.client.routing.route import Look
 from rallypoint.deadline import Deadline
 from rallypoint.errors import AddressTaken
-from rallypoint.relay.native_forward import NativeForward, RoundName
-from rallypoint.relay.rounds import RelayRounds, close_at_server
-from rallypoint.relay.torch_connection import TorchRelayConnection
-from rallypoint.relay.torch_session import TorchSession
-from rallypoint.relay.upstream import Upstream
-from rallypoint.server.base import BACKLOG, ServerBase
-from rallypoint.server.connection import Connection, ProtocolHandler
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.challenge import Denied
+from rallypoint.relay.native_forward import RoundPortName
+from rallypoint.relay.port import RelayPort
+from rallypoint.relay.round_ports import RelayRounds, close_at_server
+from rallypoint.relay.upstream.connection import Upstream
+from rallypoint.security.client_security import ClientSecurity
+from rallypoint.security.credentials import OPEN, Credentials
+from rallypoint.server.admission import Admission
+from rallypoint.server.http_site import LISTED, HttpSite, about, statistics
 from rallypoint.server.round_errors import TooLate, TooMany
 from rallypoint.server.settings import Settings
-from rallypoint.store.route import Look
 from rallypoint.within import within
+
+if TYPE_CHECKING:
+    from rallypoint.server.status.source import StatusSource
 
 __all__ = ["RelayServer"]
 
 log = logging.getLogger("rallypoint.relay")
 
-ASK_S, AGAIN_S = 5.0, 0.1
-"""How long the server may take to close a round, and how long to wait before it is asked again."""
+CLOSE_S, RETRY_S = 5.0, 0.1
+"""Timeout for closing a round at the server, and the pause between attempts."""
+
+END_S = 0.5
+"""The same timeout while the relay shuts down."""
 
 
-class RelayServer(ServerBase):
-    """Everything one relay holds: its clients, its rounds, and the way to its server."""
+class RelayServer:
+    """Everything one relay holds: its clients, its rounds, and the connection to its server."""
 
-    def __init__(self, settings: Settings, endpoints: net.Endpoints, name: str = "", look: Look | None = None) -> None:
-        super().__init__(settings)
-        self.upstream = Upstream(endpoints, name, look)
-        self.session = TorchSession(self.upstream)
-        """That of the PyTorch clients which are in no round."""
+    def __init__(
+        self,
+        settings: Settings,
+        endpoints: net.Endpoints,
+        name: str = "",
+        look: Look | None = None,
+        credentials: Credentials = OPEN,
+        tls: bool = False,
+    ) -> None:
+        """Relay to the servers at `endpoints`, or those that `look` finds; with `tls`, by TLS even on loopback."""
+        self.settings = settings
+        self.upstream = Upstream(endpoints, name, look, ClientSecurity(credentials, tls))
+        site = HttpSite(self.about, self.health, self.statistics, self.open_round, self.close_round, status=self.status)
+        self.port = RelayPort(settings, self.upstream, site, Admission(credentials))
+        """The clients outside of rounds."""
 
+        self.listener = self.port.listener
         self.rounds = RelayRounds(self)
+        self._closing: set[asyncio.Task[None]] = set()  # requests to the server to close rounds
+        self._status: StatusSource | None = None
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
-        """Start to serve on listening sockets, TCP or Unix; the connection to the server is made meanwhile."""
+        """Start to serve on listening sockets, TCP or Unix; connect to the server in the background."""
         self.upstream.start()
-        loop = asyncio.get_running_loop()
-        for sock in sockets:
-            if sock.family == socket.AF_UNIX:
-                sock.setblocking(False)
-                self._servers.append(
-                    await loop.create_unix_server(lambda: Connection(self), sock=sock, backlog=BACKLOG)
-                )
-        await super().open([sock for sock in sockets if sock.family != socket.AF_UNIX])
-        self.sockets = list(sockets)
+        await self.listener.open(sockets)
 
     async def close(self) -> None:
-        """Stop listening, hang up on everybody, tell the server who has gone, and leave."""
+        """Stop listening, disconnect all clients, release their state at the server, and disconnect."""
+        await self._finish_closing()
         await self.rounds.close_all()
-        await super().close()
-        self.session.close("the relay ends")
-        await asyncio.sleep(0)  # for what native clients sent last
+        await self.listener.close()
+        self.port.session.close("the relay is shutting down")
+        await asyncio.sleep(0)  # forwards the last bytes of native clients
         await self.upstream.close()
-
-    def torch_handler(self, connection: Connection) -> ProtocolHandler:
-        return TorchRelayConnection(self.session, connection, self.settings.max_connection_memory)
-
-    def native_handler(self, connection: Connection) -> ProtocolHandler:
-        return NativeForward(connection, self.upstream)
 
     def open_round(
         self,
@@ -91,50 +100,74 @@ class RelayServer(ServerBase):
         port: int = 0,
         everywhere: bool = False,
     ) -> None:
+        """Open a port for a round, `port` if that is free; call `done` with the port, or with the error."""
         try:
-            done(self.rounds.open(RoundName(name, scope, number), port, everywhere))
+            done(self.rounds.open(RoundPortName(name, scope, number), port, everywhere))
         except (TooLate, TooMany, AddressTaken) as error:
             done(error)
 
     def close_round(self, name: str, scope: int | None, done: Callable[[bool], None]) -> None:
+        """Close a round, here and at the server, unless it is later; call `done` with whether there was one."""
         if self.rounds.is_later(name, scope):
             done(False)
         else:
-            self.rounds.run(self._close_round(name, scope, self.rounds.close(name, scope), done))
+            task = self.rounds.run(self._close_round(name, scope, self.rounds.close(name, scope), done))
+            self._closing.add(task)
+            task.add_done_callback(self._closing.discard)
 
     async def _close_round(self, name: str, scope: int | None, here: bool, done: Callable[[bool], None]) -> None:
-        """Close a round at the server, too, so that its namespace goes; where that fails, it goes with the next one."""
-        there, deadline = False, Deadline(ASK_S)
+        """Close a round at the server too, to delete its namespace; if that fails, the next round replaces it."""
+        there, deadline, route = False, Deadline(CLOSE_S), self.upstream.route
         while True:
             try:
-                there = await within(deadline.remaining(), close_at_server(self.upstream.endpoint, name, scope))
+                closing = close_at_server(route.at, route.security, name, scope)
+                there = await within(deadline.remaining(), closing)
                 break
-            except (OSError, ValueError, KeyError, asyncio.TimeoutError) as error:
+            except (OSError, ValueError, KeyError, BadMessage, Denied, asyncio.TimeoutError) as error:
                 if deadline.expired():
                     why = net.why_failed(error) or "no answer"
-                    log.warning("a round of %r was not closed at the server at %s: %s", name, self.upstream.peer, why)
+                    log.warning("could not close a round of %r at the server at %s: %s", name, self.upstream.peer, why)
                     break
-            await asyncio.sleep(min(AGAIN_S, deadline.remaining()))  # another server may lead by then
+            await asyncio.sleep(min(RETRY_S, deadline.remaining()))  # by then another server may be the leader
         done(here or there)
 
-    @property
-    def in_rounds(self) -> int:
-        return self.rounds.connections
+    async def _finish_closing(self) -> None:
+        """Give pending requests to close rounds a little time, then cancel them."""
+        closing = list(self._closing)
+        if closing:
+            await asyncio.wait(closing, timeout=END_S)
+            for task in closing:
+                task.cancel()
+            await asyncio.wait(closing)
 
-    def health(self) -> str:
+    def health(self, in_full: bool = True) -> str:
+        """Return the reply to a health check: "ok", or how long there has been no connection to the server, and why."""
         upstream = self.upstream
         if upstream.connected:
             return "ok"
+        if not in_full:
+            return "no connection to the server"
         away_s = time.monotonic() - upstream.since
         return f"no connection to the server at {upstream.peer} for {away_s:.1f} s: {upstream.why}"
 
     def about(self) -> dict[str, Any]:
-        return {**super().about(), "relay_of": self.upstream.label}
+        """Return the identity of this relay, and of its server."""
+        return {**about(), "relay_of": self.upstream.label}
 
-    def holdings(self) -> dict[str, Any]:
-        """Return where the state is, whether it can be reached, and how much was asked and sent on."""
-        sessions = [self.session, *self.rounds.sessions]
-        return {
+    def status(self) -> StatusSource:
+        """Return the models of this relay's status."""
+        if self._status is None:
+            from rallypoint.relay.status import RelayStatus  # imported on first use
+            from rallypoint.server.status.source import StatusSource
+
+            models = RelayStatus(self)
+            self._status = StatusSource(models.build, models.version)
+        return self._status
+
+    def statistics(self, listed: int = LISTED) -> dict[str, Any]:
+        """Return the upstream store, the state of the connection, numbers of requests, and up to `listed` clients."""
+        sessions = [self.port.session, *self.rounds.sessions]
+        facts = {
             "engine": self.upstream.label,
             "trouble": self.upstream.why,
             **self.upstream.statistics(),
@@ -144,6 +177,4 @@ class RelayServer(ServerBase):
             "rounds": len(self.rounds.sessions),
             "round_ports": self.rounds.statistics(),
         }
-
-    def held_bytes(self) -> int:
-        return self.upstream.held_bytes
+        return statistics(self.listener, self.about(), facts, listed)

@@ -1,11 +1,11 @@
-"""The relay's end of one connection with channels: bytes of many owners, gathered into one write a turn.
+"""The relay's end of one connection with channels: gathers the bytes of many owners into one write per turn.
 
-`protocol/channels.py` has the frames. A channel gets its number with its first bytes, for the server takes numbers in
-growing order only. What owners write is sent at the end of the turn of the event loop, a chunk of each channel in turn,
-as far as the server has given credit and the transport keeps up; the rest waits in the channels. A peer that breaks the
-rules of credit loses the connection.
+`protocol/channels.py` has the frames. A channel gets its number with its first bytes, because the server accepts only
+increasing numbers. Written bytes are sent at the end of the turn of the event loop, one chunk per channel in turn, as
+far as the server's credit and the transport allow; the rest waits in the channels. A peer that violates the rules of
+credit is disconnected.
 
-Rejected: a write for each channel. A relay of a thousand clients would make a thousand system calls for one answer.
+Rejected: a write for each channel. A relay with a thousand clients would make a thousand system calls for one answer.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import cast
 from rallypoint import net
 from rallypoint.liveness import PeerWatch
 from rallypoint.protocol import BadMessage
+from rallypoint.protocol.challenge import ClientGreeting, Denied
 from rallypoint.protocol.channels import (
     ACCEPTED,
     CLOSE,
@@ -27,114 +28,115 @@ from rallypoint.protocol.channels import (
     CREDITS,
     DATA,
     GATHERED,
-    PREFACE,
     SHARED,
+    ChannelFrame,
     ChannelFrames,
-    Frame,
     close_frame,
     credit_frames,
     gathered_frames,
-    greeting_size,
     split_gathered,
     split_shared,
 )
-from rallypoint.relay.channel import Channel, ChannelOwner
-from rallypoint.relay.traffic import Traffic
+from rallypoint.relay.upstream.channel import ChannelOwner, UpstreamChannel
+from rallypoint.relay.upstream.traffic import Traffic
 
 __all__ = ["ChannelConnection"]
 
 FLUSH_BYTES = 512 * 1024
-"""How much is written in one turn; then the transport, and others in this process, have theirs."""
+"""Maximum number of bytes written in one turn, to let the transport and other tasks run."""
 
 LINGERING_BYTES = 64 * 1024 * 1024
-"""How many bytes may wait for credit in channels that their owners have closed; what would be more is thrown away."""
+"""Maximum number of bytes that wait for credit in closed channels; further bytes are discarded."""
 
 
 class ChannelConnection(asyncio.Protocol):
     """One connection to the server, from its preface on; `lost` is called once, when it has ended."""
 
-    def __init__(self, traffic: Traffic, lost: Callable[[ChannelConnection], None]) -> None:
+    def __init__(self, traffic: Traffic, lost: Callable[[ChannelConnection], None], greeting: ClientGreeting) -> None:
         self._traffic = traffic
         self._lost = lost
         self._loop = asyncio.get_running_loop()
-        self.greeting: asyncio.Future[bytes] = self._loop.create_future()
-        """What the server answered to the preface; nothing where it ended the connection instead."""
+        self._greeting = greeting
+        self.greeted: asyncio.Future[bytes] = self._loop.create_future()
+        """The server's answer to the preface; b"" if it closed the connection instead, or the error that ended it."""
 
         self.why = ""
         """Why the connection has ended."""
 
         self.paused = False
-        """Whether the transport holds as much as it may."""
+        """Whether the transport's buffer is full."""
 
-        self.channels: dict[int, Channel] = {}
+        self.channels: dict[int, UpstreamChannel] = {}
         """The open channels that have a number."""
 
-        self._new: dict[Channel, None] = {}  # those that have none yet
+        self._new: dict[UpstreamChannel, None] = {}  # channels without a number
         self._next = 1
-        self._ready: dict[Channel, None] = {}  # those with bytes to send, and credit for some, in turn
-        self._credits: dict[Channel, None] = {}
+        self._ready: dict[UpstreamChannel, None] = {}  # channels with bytes and credit, in turn
+        self._credits: dict[UpstreamChannel, None] = {}
         self._closes: list[bytes] = []
         self._lingering = 0
         self._writers: list[Callable[[], None]] = []
         self._flushing = False
-        self._early = b""
         self._frames = ChannelFrames()
         self._watch: PeerWatch | None = None
 
-    def open(self, owner: ChannelOwner) -> Channel:
+    def open(self, owner: ChannelOwner) -> UpstreamChannel:
         """Open a channel."""
-        channel = Channel(self, owner)
+        channel = UpstreamChannel(self, owner)
         self._new[channel] = None
         self._traffic.channels_opened += 1
         return channel
 
     @property
     def count(self) -> int:
-        """How many channels are open."""
+        """Number of open channels."""
         return len(self.channels) + len(self._new)
 
     @property
     def unsent(self) -> int:
-        """How many bytes wait in channels that their owners have closed."""
+        """Number of bytes that wait in closed channels."""
         return self._lingering
 
     @property
     def is_closing(self) -> bool:
-        """Whether what is written now reaches nobody."""
+        """Whether the transport is closing or closed."""
         return self._transport.is_closing()
 
     def abort(self, why: str) -> None:
-        """End the connection at once."""
+        """Abort the connection."""
         self.why = self.why or why
         self._transport.abort()
 
     def close(self) -> None:
-        """End the connection once what was written is sent, as far as there is credit for it."""
+        """Close the connection after written bytes are sent, as far as there is credit."""
         self.why = self.why or "the relay closed it"
         if not self._transport.is_closing():
             self._flush()
             self._transport.close()
 
-    # What asyncio calls
+    # Called by asyncio
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
         if transport.get_extra_info("sockname") == transport.get_extra_info("peername"):
-            # Our ephemeral port was the very port we called. Close by reset, so that the server may have it.
+            # The ephemeral port was the port to connect to. Close with a reset, to free it for the server.
             with suppress(OSError):
                 linger = struct.pack("ii", 1, 0)
                 transport.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
             self.abort("refused, only this socket itself answered")
             return
         self._watch = net.watch(asyncio.get_running_loop(), transport, self._vanished)
-        self._transport.write(PREFACE)
+        self._transport.write(self._greeting.preface)
 
     def connection_lost(self, error: Exception | None) -> None:
         if self._watch is not None:
             self._watch.stop()
         self.why = self.why or (net.why_failed(error) if error else "the server closed it")
-        if not self.greeting.done():
-            self.greeting.set_result(b"")
+        if not self.greeted.done() and error is not None:
+            self.greeted.set_exception(error)  # by TLS 1.3, a server refuses a client's certificate only now
+            self.greeted.exception()  # nobody may be waiting for it any more
+        elif not self.greeted.done():
+            self.greeted.set_result(b"")
         self._lost(self)
         for channel in [*self.channels.values(), *self._new]:
             channel.end(self.why)
@@ -149,7 +151,7 @@ class ChannelConnection(asyncio.Protocol):
         self._flush()
 
     def data_received(self, data: bytes) -> None:
-        if not self.greeting.done():
+        if not self.greeted.done():
             data = self._greet(data)
             if not data:
                 return
@@ -166,41 +168,42 @@ class ChannelConnection(asyncio.Protocol):
                 if self._transport.is_closing():
                     return
         except BadMessage as error:
-            self.abort(f"it broke the protocol: {error}")
+            self.abort(f"protocol error by the server: {error}")
 
     def _greet(self, data: bytes) -> bytes:
-        """Take bytes of the answer to the preface; return what is behind it, where the server accepted."""
-        self._early += data
+        """Process bytes of the answer to the preface; if the server accepted, return the bytes after it."""
+        greeting = self._greeting
         try:
-            size = greeting_size(self._early)
-        except BadMessage as error:
-            self.abort(str(error))
+            self._transport.write(greeting.feed(data))
+        except (BadMessage, Denied) as error:
+            self.why = str(error)
+            self.greeted.set_exception(error)
             return b""
-        if not size:
+        if not greeting.answer:
             return b""
-        self.greeting.set_result(self._early[:size])
-        return self._early[size:] if self._early[:size] == ACCEPTED else b""
+        self.greeted.set_result(greeting.answer)
+        return greeting.rest if greeting.answer == ACCEPTED else b""
 
-    # What channels call
+    # Called by channels
 
     def before_flush(self, write: Callable[[], None]) -> None:
-        """Have `write` called at the end of this turn of the event loop, before what channels have is sent."""
+        """Call `write` at the end of this turn of the event loop, before the channels' bytes are sent."""
         self._writers.append(write)
         self._flush_soon()
 
-    def has_bytes(self, channel: Channel) -> None:
-        """Send what a channel has at the end of this turn."""
+    def has_bytes(self, channel: UpstreamChannel) -> None:
+        """Send a channel's bytes at the end of this turn."""
         if channel.sendable:
             self._ready[channel] = None
             self._flush_soon()
 
-    def owes_credit(self, channel: Channel) -> None:
+    def owes_credit(self, channel: UpstreamChannel) -> None:
         """Give the server credit at the end of this turn."""
         self._credits[channel] = None
         self._flush_soon()
 
-    def closing(self, channel: Channel, waiting: int) -> None:
-        """See a channel to its end, whose owner has closed it."""
+    def closing(self, channel: UpstreamChannel, waiting: int) -> None:
+        """Finish a channel that its owner has closed, after its bytes are sent."""
         if self._lingering + waiting > LINGERING_BYTES:
             channel.drop_unsent()
             waiting = 0
@@ -213,11 +216,11 @@ class ChannelConnection(asyncio.Protocol):
     def _vanished(self, silent_s: float) -> None:
         self.abort(f"nothing was received for {silent_s:.1f} s; its host is gone, or the network between")
 
-    def _dispatch(self, frame: Frame) -> None:
+    def _dispatch(self, frame: ChannelFrame) -> None:
         if frame.kind == SHARED or frame.kind == GATHERED:
             split = split_shared if frame.kind == SHARED else split_gathered
             for number, data in split(frame.channel, frame.body):
-                self._dispatch(Frame(number, DATA, len(data), data))
+                self._dispatch(ChannelFrame(number, DATA, len(data), data))
             return
         if frame.kind == CREDITS:
             raise BadMessage("credit for several channels, which only a relay gives")
@@ -225,7 +228,7 @@ class ChannelConnection(asyncio.Protocol):
         if channel is None:
             if not 0 < frame.channel < self._next:
                 raise BadMessage(f"a frame for channel {frame.channel}, which was never opened")
-            return  # it was closed while this was under way
+            return  # closed while the frame was in flight
         if frame.kind == DATA:
             channel.feed(frame.body)
         elif frame.kind == CREDIT:
@@ -235,15 +238,15 @@ class ChannelConnection(asyncio.Protocol):
             self._forget(channel)
             channel.end(frame.body.decode("utf-8", "replace"))
 
-    def _finish(self, channel: Channel) -> None:
-        """Close a channel of which everything is sent."""
+    def _finish(self, channel: UpstreamChannel) -> None:
+        """Close a channel whose bytes are all sent."""
         if channel.number:
             self._closes.append(close_frame(channel.number))
             self._flush_soon()
         self._forget(channel)
         channel.end("")
 
-    def _forget(self, channel: Channel) -> None:
+    def _forget(self, channel: UpstreamChannel) -> None:
         if channel.closing:
             self._lingering -= channel.drop_unsent()
         self.channels.pop(channel.number, None)
@@ -256,7 +259,7 @@ class ChannelConnection(asyncio.Protocol):
             self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        """Write what is ready, a chunk of each channel in turn, until it is much."""
+        """Write what is ready, one chunk per channel in turn, up to about `FLUSH_BYTES`."""
         while self._writers:
             self._writers.pop()()
         self._flushing = False
@@ -281,9 +284,9 @@ class ChannelConnection(asyncio.Protocol):
             else:
                 channel.sent()
 
-    def _gather(self, parts: list[bytes]) -> dict[Channel, None]:
-        """Add frames of the channels that are ready; return those channels."""
-        touched: dict[Channel, None] = {}
+    def _gather(self, parts: list[bytes]) -> dict[UpstreamChannel, None]:
+        """Append frames of the ready channels to `parts`; return those channels."""
+        touched: dict[UpstreamChannel, None] = {}
         pieces: list[tuple[int, bytes]] = []
         size = 0
         while self._ready and size < FLUSH_BYTES:
@@ -305,7 +308,7 @@ class ChannelConnection(asyncio.Protocol):
             parts += frames
         return touched
 
-    def _number(self, channel: Channel) -> None:
+    def _number(self, channel: UpstreamChannel) -> None:
         del self._new[channel]
         channel.number = self._next
         self.channels[self._next] = channel

@@ -1,14 +1,14 @@
-"""The session upstream that all PyTorch clients of one namespace share at a relay.
+"""The upstream session that all PyTorch clients of one namespace share at a relay.
 
-It begins with the first client. What the clients ask is merged (`relay/shared_session.py`) and sent at the end of the
-turn of the event loop; answers are handed out as they come. The channel that carries the session is opened again
-whenever the upstream connection is back: then unanswered requests are repeated, with their numbers, so nothing is done
-twice. What is asked meanwhile gathers, and a client that asks too much is not read from.
+It begins with the first client. The clients' calls are merged (`relay/torch/shared_session.py`) and sent at the end of
+each turn of the event loop; answers are delivered as they arrive. After a reconnect, the session gets a new channel and
+repeats unanswered requests under their old numbers, so that nothing is executed twice. Calls made during an outage are
+queued, and the relay stops reading from a client that reaches its limit.
 
-When the server has been away for longer than its welcome said, or knows the session no more, nobody can say what
-became of the requests: every client is disconnected with the reason, and the next one begins a new session.
+If the outage exceeds the time that the server's welcome allowed, or the server no longer knows the session, the outcome
+of the requests is unknown: every client is disconnected with the reason, and the next client begins a new session.
 
-Rejected: a session for each client. It costs the server more, and a merged request belongs to no single one.
+Rejected: a session for each client. It costs the server more, and a merged request belongs to no single client.
 """
 
 from __future__ import annotations
@@ -21,37 +21,37 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from rallypoint import net
+from rallypoint.client.routing.route import backoff_s
 from rallypoint.core import ops
 from rallypoint.errors import RallypointError
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.client import Client, Reply, Round
-from rallypoint.relay.absence import Absence
-from rallypoint.relay.channel import Channel
-from rallypoint.relay.requests import Request
-from rallypoint.relay.shared_session import SharedSession
-from rallypoint.relay.torch_client import TorchClient, TorchLink
-from rallypoint.relay.upstream import Upstream
-from rallypoint.store.route import backoff_s
+from rallypoint.protocol.native_client import ClientProtocol, Reply, RoundRef
+from rallypoint.relay.torch.client import ReplyReceiver, TorchClient
+from rallypoint.relay.torch.requests import MergedRequest
+from rallypoint.relay.torch.shared_session import SharedSession
+from rallypoint.relay.upstream.channel import UpstreamChannel
+from rallypoint.relay.upstream.connection import Upstream
+from rallypoint.relay.upstream.outage_timer import UpstreamOutage
 
 __all__ = ["SESSION_BYTES", "TorchSession"]
 
 log = logging.getLogger("rallypoint.relay")
 
 OPENING_S = 30.0
-"""How long clients wait for a server that has never answered; afterwards its welcome says how long."""
+"""How long clients wait for a server that has never answered; later its welcome sets the time."""
 
 UNSENT_BYTES = 1024 * 1024
-"""How many bytes may wait for credit in the channel; what is not sent yet can still be merged."""
+"""Maximum number of bytes that wait for credit in the channel; unsent requests can still be merged."""
 
 SESSION_BYTES = 64 * 1024 * 1024
-"""How many bytes all clients' unanswered calls may take before those that ask more are not read from."""
+"""Limit on the bytes of all unanswered calls; beyond it, clients with new calls are not read from."""
 
 MAX_CLOSED = 5
-"""How often in a row the server may close the channel before it answers a new request: an old one may be the reason."""
+"""Channels closed in a row, without an answer to a new request, that end the session: an old request may cause it."""
 
 
 class TorchSession:
-    """One session, or one after the other, for the PyTorch clients of one namespace."""
+    """The current session of the PyTorch clients of one namespace; a lost session is replaced."""
 
     def __init__(
         self,
@@ -61,53 +61,53 @@ class TorchSession:
         round: int | None = None,  # noqa: A002 - as the hello has it
     ) -> None:
         self.held = 0
-        """The bytes of all unanswered calls, waits apart, and a few bytes of clients that ask little."""
+        """The bytes of all unanswered calls, without waits and without clients that hold only a few bytes."""
 
-        self.crowded = False
-        """Whether the calls of all clients together take too much."""
+        self.is_full = False
+        """Whether the calls of all clients together exceed `SESSION_BYTES`."""
 
         self._upstream = upstream
-        self._namespace = Round(run, scope, round)
+        self._namespace = RoundRef(run, scope, round)
         self._clients: dict[TorchClient, None] = {}
-        self._stalled: dict[TorchLink, None] = {}
-        self._absence = Absence(upstream, self._lose)
+        self._stalled: dict[ReplyReceiver, None] = {}
+        self._outage = UpstreamOutage(upstream, self._end_clients)
         self._retry: asyncio.TimerHandle | None = None
-        self._channel: Channel | None = None
-        self._carrier: _Carrier | None = None
-        self._closed = ""  # why, once it is
+        self._channel: UpstreamChannel | None = None
+        self._listener: _ChannelListener | None = None
+        self._closed = ""  # the reason, once it is closed
         self.flushing = False
-        """Whether what is asked now will be sent at the end of this turn of the event loop."""
+        """Whether a flush is due at the end of this turn of the event loop."""
 
         self._closed_in_a_row = 0
-        self._before = (0, 0)  # calls and requests of sessions that were lost
+        self._earlier = (0, 0)  # calls and requests of lost sessions
         self._begin()
         upstream.on_connected(self._connect)
-        self._unfinished = lambda: self._shared.core.held  # of an answer that is not whole
+        self._unfinished = lambda: self._shared.core.held  # bytes of an incomplete answer
         upstream.holders.append(self._unfinished)
 
     def _begin(self) -> None:
-        core = Client(net.caller_name(), session=secrets.token_bytes(16), namespace=self._namespace)
+        core = ClientProtocol(net.caller_name(), session=secrets.token_bytes(16), namespace=self._namespace)
         self._shared = SharedSession(core, self._upstream.peer)
         self._welcomed = self._greeting = False
         self._away_s = OPENING_S
 
     @property
     def asked(self) -> int:
-        """How many requests clients have made."""
-        return self._before[0] + self._shared.merger.asked
+        """Number of calls that clients have made."""
+        return self._earlier[0] + self._shared.merger.asked
 
     @property
     def sent(self) -> int:
-        """How many requests to the server came of them."""
-        return self._before[1] + self._shared.merger.sent
+        """Number of requests sent to the server for them."""
+        return self._earlier[1] + self._shared.merger.sent
 
     @property
     def clients(self) -> int:
-        """How many clients there are."""
+        """Number of clients."""
         return len(self._clients)
 
     def close(self, why: str) -> None:
-        """Disconnect all clients, end the session and connect no more."""
+        """Disconnect all clients, end the session, and do not reconnect."""
         if self._closed:
             return
         self._closed = why
@@ -118,36 +118,36 @@ class TorchSession:
             for client in self._clients:
                 client.end()
             channel.write(shared.send(1 << 62))
-            if not shared.merger:  # else items may have to go back: that is done when the grace is over
+            if not shared.merger:  # otherwise the end of the grace period returns items
                 channel.write(shared.core.ask(ops.Bye(0)))
-        self._lose(why)
+        self._end_clients(why)
         if channel is not None:
             channel.close()
 
-    # What connections call
+    # Called by connections
 
-    def join(self, link: TorchLink) -> TorchClient:
-        """Let a client in."""
-        client = TorchClient(self._shared.merger, link)
+    def join(self, receiver: ReplyReceiver) -> TorchClient:
+        """Add a client."""
+        client = TorchClient(self._shared.merger, receiver)
         if self._closed:
-            asyncio.get_running_loop().call_soon(link.session_lost, self._closed)
+            asyncio.get_running_loop().call_soon(receiver.session_lost, self._closed)
             return client
         self._clients[client] = None
         if not self._welcomed and self._channel is None:
-            self._absence.begin(self._away_s)
+            self._outage.begin(self._away_s)
             self._connect()
         return client
 
     def leave(self, client: TorchClient) -> None:
-        """Let a client go: what it holds is given back."""
+        """Remove a client and release everything that it holds."""
         if client in self._clients:
             del self._clients[client]
             client.end()
-            self._stalled.pop(client.link, None)
+            self._stalled.pop(client.receiver, None)
             self.flush_soon()
 
     def flush_soon(self) -> None:
-        """Send what was asked, if anything, at the end of this turn of the event loop."""
+        """Send queued requests, if any, at the end of this turn of the event loop."""
         if self.flushing or self._shared.idle:
             return
         self.flushing = True
@@ -157,37 +157,37 @@ class TorchSession:
         else:
             asyncio.get_running_loop().call_soon(self._flush)
 
-    def delivered(self, request: Request | None) -> None:
-        """Note that an item was handed to its client's connection, and is the client's now."""
+    def delivered(self, request: MergedRequest | None) -> None:
+        """Confirm a queue item that was handed to its client's connection."""
         self._shared.delivered(request)
 
     def count(self, more: int) -> None:
-        """Count the bytes of calls that came, or were answered."""
+        """Add the bytes of new calls; a negative number for answered ones."""
         self.held += more
-        self.crowded = self.held > SESSION_BYTES
+        self.is_full = self.held > SESSION_BYTES
         if self._stalled and self.held <= SESSION_BYTES // 2:
             stalled, self._stalled = self._stalled, {}
-            for link in stalled:
-                link.read_on()
+            for receiver in stalled:
+                receiver.read_on()
 
-    def wait_for_room(self, link: TorchLink) -> None:
-        """Call `read_on` of a connection when clients may ask more again."""
-        self._stalled[link] = None
+    def wait_for_room(self, receiver: ReplyReceiver) -> None:
+        """Call `read_on` of a connection once the session is no longer full."""
+        self._stalled[receiver] = None
 
     # The channel
 
     def _connect(self) -> None:
-        """Open a channel, and say hello, if there is a connection and anybody who needs it."""
+        """Open a channel and send the hello, if there is a connection and a session or client that needs it."""
         if self._closed or self._channel is not None or not self._upstream.connected:
             return
         if self._welcomed or self._clients:
-            self._carrier = _Carrier(self.received, self.closed, self.flush_soon)
-            self._channel = self._upstream.open_channel(self._carrier)
+            self._listener = _ChannelListener(self.received, self.closed, self.flush_soon)
+            self._channel = self._upstream.open_channel(self._listener)
             self._greeting = True
             self._channel.write(self._shared.core.greet())
 
     def received(self, data: bytes) -> None:
-        """Take bytes from the server."""
+        """Process bytes from the server."""
         shared, channel = self._shared, self._channel
         servers = shared.core.servers
         touched: dict[TorchClient, None] = {}
@@ -203,66 +203,66 @@ class TorchSession:
                     for client in shared.take(reply):
                         touched[client] = None
         except BadMessage as error:
-            self._hang_up(f"malformed reply from the server: {error}")
+            self._close_channel(f"malformed reply from the server: {error}")
         if shared.core.servers is not servers:
             self._learn()
         for client in touched:
-            client.link.deliver()
+            client.receiver.deliver()
         if channel is not None and channel is self._channel:
             channel.consumed(len(data))
             if not shared.idle:
                 self._flush()
 
     def closed(self, why: str) -> None:
-        """Note that the channel is gone; the session is not."""
+        """Handle the loss of the channel; the session survives it."""
         self._detach()
         self._greeting = False
         if self._welcomed or self._clients:
-            self._absence.begin(self._away_s, why)
+            self._outage.begin(self._away_s, why)
         if self._upstream.connected:  # only the channel was closed
             self._closed_in_a_row += 1
             if self._closed_in_a_row >= MAX_CLOSED:
-                self._lose(f"the server at {self._upstream.peer} closed the session's channel: {why}")
+                self._end_clients(f"the server at {self._upstream.peer} closed the session's channel: {why}")
             else:
                 pause_s = backoff_s(self._closed_in_a_row)
                 self._retry = asyncio.get_running_loop().call_later(pause_s, self._connect)
 
     def _detach(self) -> None:
-        """Have no channel for now."""
-        carrier, self._channel, self._carrier = self._carrier, None, None
-        if carrier is not None:
-            carrier.received = carrier.closed = carrier.writable = _ignore
+        """Forget the channel, and ignore its further events."""
+        listener, self._channel, self._listener = self._listener, None, None
+        if listener is not None:
+            listener.received = listener.closed = listener.writable = _ignore
 
-    def _hang_up(self, why: str) -> None:
+    def _close_channel(self, why: str) -> None:
         channel = self._channel
         self.closed(why)
         if channel is not None:
             channel.close()
 
     def _welcome(self, reply: Reply) -> None:
-        """Begin, or go on, or learn that it is over."""
+        """Start or resume the session, or end it if the server refuses."""
         self._greeting = False
         try:
             self._away_s = self._shared.core.welcome(reply, self._upstream.peer)
         except (BadMessage, RallypointError) as error:
             channel = self._channel
-            self._lose(str(error))
+            self._end_clients(str(error))
             if channel is not None:
                 channel.close()
             return
         self._welcomed = True
         self._learn()
-        self._absence.over()
+        self._outage.end()
         assert self._channel is not None
         self._channel.write(self._shared.repeat(time.monotonic()))
 
     def _learn(self) -> None:
-        """Take in which servers there are, as the one that we are at has said."""
+        """Pass the list of servers, as the connected server reported it, to the upstream."""
         if self._shared.core.servers:
             self._upstream.learn(self._shared.core.servers)
 
     def _flush(self) -> None:
-        """Send requests, as many as may be under way."""
+        """Send requests, up to the limits."""
         self.flushing = False
         channel = self._channel
         if channel is None or self._greeting:
@@ -272,32 +272,32 @@ class TorchSession:
 
     # The end
 
-    def _lose(self, why: str) -> None:
-        """Disconnect all clients; whoever comes next begins a new session."""
-        self._absence.forget()
+    def _end_clients(self, why: str) -> None:
+        """Disconnect all clients; the next client begins a new session."""
+        self._outage.forget()
         if self._retry is not None:
             self._retry.cancel()
         self._detach()
         self._closed_in_a_row = 0
-        self._before = (self.asked, self.sent)
+        self._earlier = (self.asked, self.sent)
         clients, self._clients = self._clients, {}
         self._stalled.clear()
-        self.held, self.crowded = 0, False
+        self.held, self.is_full = 0, False
         self._begin()
         if clients:
             log.warning("disconnecting all PyTorch clients (%d): %s", len(clients), why)
         for client in clients:
-            client.link.session_lost(why)
+            client.receiver.session_lost(why)
 
 
 @dataclass(slots=True)
-class _Carrier:
-    """The owner of one channel; what comes by it once the session has another, or none, is nobody's."""
+class _ChannelListener:
+    """The owner of one channel; after `_detach` its events are ignored."""
 
     received: Callable[[bytes], None]
     closed: Callable[[str], None]
     writable: Callable[[], None]
 
 
-def _ignore(*told: object) -> None:
+def _ignore(*event: object) -> None:
     pass

@@ -1,18 +1,18 @@
-"""One PyTorch client of a relay: the order of what it asks and is answered. Pure; `core/visitor.py` is its model.
+"""One PyTorch client of a relay: the order of its calls and replies. Pure; modelled on `core/connection_owner.py`.
 
-Replies come in the order of the calls, for they have no numbers. Only a wait lets those that follow pass; they are all
-answered by the server, which has carried out the wait first. Else a PING is answered here, behind earlier writes.
+Replies have no numbers, so they are sent in the order of the calls. Only a wait lets later calls pass; the server
+answers all of these, and has executed the wait first. Without a wait, a PING is answered here, after earlier writes.
 
-A client has one wait at most, so a new one takes the place of the old, and one turn at most, which its next call ends;
-if that draws an item, after it. The value that a wait for one key brings along answers the `GET` of that key if that is
-the very next call, which is how PyTorch's `get` is made: both lie within it, so the value is one that it may return.
+A client has at most one wait, which a new wait replaces, and at most one turn, which its next call ends; if that call
+takes an item, the turn ends after it. A wait for one key may return the value as well. It answers the `GET` of that key
+if that is the very next call, as in PyTorch's `get`. The value was current during that `get`, so it is a valid result.
 
-While a call gathers (`relay/merging.py`), later ones are held back. So are reads of which the answers may be large,
-where several are under way or the client does not take its replies.
+While a call gathers (`relay/torch/merging.py`), later calls are held back. So are reads with possibly large answers
+while several are in flight or the client does not read its replies.
 
-When a client is gone, its waits, arrivals, turn and undelivered items are given back. What it wrote is carried out.
+When a client disconnects, its waits, arrivals, turn and undelivered items are released. Its writes are executed.
 
-Rejected: to hold back what comes behind a wait. It may be what the client itself waits for.
+Rejected: hold back calls after a wait. They may be what it waits for.
 """
 
 from __future__ import annotations
@@ -21,33 +21,37 @@ from collections import deque
 from typing import Any, Protocol
 
 from rallypoint.core import ops
-from rallypoint.relay.merging import WAITS, Merger
-from rallypoint.relay.requests import Call, Request
+from rallypoint.relay.torch.merging import WAITS, Merger
+from rallypoint.relay.torch.requests import MergedRequest, TorchCall
 
-__all__ = ["MAX_CALLS", "MAX_CALL_BYTES", "MAX_LARGE", "VALUE_BYTES", "TorchClient", "TorchLink"]
+__all__ = ["MAX_CALLS", "MAX_CALL_BYTES", "MAX_LARGE", "VALUE_BYTES", "TorchClient", "ReplyReceiver"]
 
 MAX_CALLS, MAX_CALL_BYTES = 4096, 4 * 1024 * 1024
-"""How many calls of a client, and how many bytes of them, may be unanswered before it is not read from."""
+"""Limits on a client's unanswered calls and their bytes; at a limit, the relay stops reading from it."""
 
 VALUE_BYTES = 64 * 1024
-"""How long a value may be that comes along with the end of a wait."""
+"""Maximum size of a value that the answer to a wait includes."""
 
 MAX_LARGE = 4
-"""How many answers that may be large may be under way for one client."""
+"""Maximum number of possibly large answers in flight for one client."""
 
-_LARGE = frozenset((ops.Peek, ops.MultiPeek, ops.List, ops.CompareSet, ops.Draw))
+_LARGE = frozenset((ops.Peek, ops.MultiPeek, ops.List, ops.CompareSet, ops.TurnPop))
 _REPLACES = WAITS | {ops.Drop}
-_HOLDS = _REPLACES | {ops.Draw}
+"""Operations that end the wait of their client."""
+
+_OF_CLIENT = _REPLACES | {ops.TurnPop}
+"""Operations whose effect at the server ends with their client."""
+
 _PLAIN = frozenset(
     (ops.Add, ops.Set, ops.Check, ops.Append, ops.MultiSet, ops.Delete, ops.Push, ops.QueueLen, ops.Count)
 )
-"""Operations that are simply asked: they do not wait, are not answered here, and their answers are small."""
+"""Operations without special treatment: they do not wait, are not answered here, and have small answers."""
 
-_ASKED = _PLAIN | {ops.Await}
-"""What is asked at once, where the client has asked nothing else and has neither a turn nor a value."""
+_AT_ONCE = _PLAIN | {ops.WaitOrTurn}
+"""Operations issued at once if the client has no other call, no turn and no value."""
 
 
-class TorchLink(Protocol):
+class ReplyReceiver(Protocol):
     """A client's connection, as the session sees it."""
 
     def deliver(self) -> None:
@@ -57,53 +61,64 @@ class TorchLink(Protocol):
         """Close the connection."""
 
     def read_on(self) -> None:
-        """Read again, for there is room."""
+        """Resume reading."""
 
 
 class TorchClient:
-    """What one client has asked and not been answered yet."""
+    """The unanswered calls of one client."""
 
     __slots__ = (
-        "_gathering", "_gone", "_held", "_large", "_merger", "_turn", "_value", "_wait", "bytes", "calls", "link",
-        "paused", "position",
+        "_gathering",
+        "_gone",
+        "_held",
+        "_large",
+        "_merger",
+        "_turn",
+        "_value",
+        "_wait",
+        "bytes",
+        "calls",
+        "paused",
+        "position",
+        "receiver",
     )  # fmt: skip
 
-    def __init__(self, merger: Merger, link: Any = None) -> None:
-        self.link = link
-        """Its connection, a `TorchLink`; None in tests that have none."""
+    def __init__(self, merger: Merger, receiver: Any = None) -> None:
+        self.receiver = receiver
+        """Its connection, a `ReplyReceiver`; None in tests without one."""
 
         self.position = 0
         self.bytes = 0
-        """The bytes of its calls that were not answered, and of the value that is held for a `GET`."""
+        """The bytes of its unanswered calls, and of the value held for a `GET`."""
 
-        self.calls: deque[Call] = deque()
-        """What was not answered, in the order in which it came."""
+        self.calls: deque[TorchCall] = deque()
+        """The unanswered calls, in order of arrival."""
 
         self.paused = False
-        """Whether it does not take its replies; the host says so."""
+        """Whether it does not read its replies; set by the host."""
 
         self._merger = merger
-        self._held: deque[Call] = deque()  # of the calls, what was not asked yet
-        self._gathering: Call | None = None  # the last one that did gather, waits apart
-        self._wait: Call | None = None
-        self._turn: Request | None = None
-        self._value: tuple[bytes, bytes] | None = None  # a key, and the value that came with the end of its wait
+        self._held: deque[TorchCall] = deque()  # calls not issued yet
+        self._gathering: TorchCall | None = None  # the last call that gathered, not counting waits
+        self._wait: TorchCall | None = None
+        self._turn: MergedRequest | None = None
+        self._value: tuple[bytes, bytes] | None = None  # a key, and its value from the answer to the wait
         self._large = 0
         self._gone = False
 
     @property
     def owed_bytes(self) -> int:
-        """The same without its wait, however long that is: it may last for ever, and has to be cancelled then."""
+        """`bytes` without its wait: a wait may last for ever, and the client must still be read to cancel it."""
         return self.bytes - self._wait.size if self._wait is not None else self.bytes
 
     @property
     def full(self) -> bool:
-        """Whether it has asked as much as it may."""
+        """Whether it has reached a limit on unanswered calls."""
         return len(self.calls) >= MAX_CALLS or self.owed_bytes >= MAX_CALL_BYTES
 
     @property
-    def eased(self) -> bool:
-        """Whether it may ask again after it was full."""
+    def has_room_again(self) -> bool:
+        """Whether it may make calls again after it was full."""
         return len(self.calls) <= MAX_CALLS // 2 and self.owed_bytes <= MAX_CALL_BYTES // 2
 
     @property
@@ -118,15 +133,15 @@ class TorchClient:
         return () if op is None else tuple(op.keys) if isinstance(op, ops.Wait) else (op.key,)
 
     def ask_alone(self, op: ops.Op, size: int) -> bytes | None:
-        """Take a call while no other is unanswered; return its answer if that is the value which the wait brought.
+        """Make a call while no other is unanswered; return the value if the answer to the last wait included it.
 
-        This is what `ask` comes to, in short, for nearly all calls: PyTorch's client asks one thing at a time.
+        The fast path of `ask`, for nearly all calls: PyTorch's client makes one call at a time.
         """
         if self._turn is None:
             value, kind = self._value, op.__class__
             if value is None:
-                if kind in _ASKED:
-                    call = Call(self, op, size)
+                if kind in _AT_ONCE:
+                    call = TorchCall(self, op, size)
                     self.calls.append(call)
                     self.bytes += size
                     self._ask(call)
@@ -139,8 +154,8 @@ class TorchClient:
         return None
 
     def ask(self, op: ops.Op, size: int) -> None:
-        """Take a call."""
-        call = Call(self, op, size)
+        """Make a call, or hold it back."""
+        call = TorchCall(self, op, size)
         self.calls.append(call)
         self.bytes += size
         if self._held or self._must_hold(call, self.paused):
@@ -148,24 +163,24 @@ class TorchClient:
         else:
             self._issue(call)
 
-    def go_on(self) -> None:
-        """Ask what was held back, as far as that may be."""
+    def issue_held(self) -> None:
+        """Issue the calls that were held back, as far as possible."""
         while self._held and not self._must_hold(self._held[0], self.paused):
             self._issue(self._held.popleft())
 
-    def answered(self, call: Call) -> None:
-        """Note that a call is done."""
+    def answered(self, call: TorchCall) -> None:
+        """Process the answer to a wait: note its value or its turn."""
         if call is not self._wait:
             return
         self._wait = None
         if call.answer.__class__ is bytes:
             self._value = (call.op.key, call.answer)
             self.bytes += len(call.answer)
-        elif call.answer is True and call.op.__class__ is ops.Await:
+        elif call.answer is True and call.op.__class__ is ops.WaitOrTurn:
             self._turn = call.request
 
-    def next_reply(self) -> Call | None:
-        """Return the call whose reply is next, which is no longer the client's; None where that is not known yet."""
+    def next_reply(self) -> TorchCall | None:
+        """Remove and return the call whose reply is next; None if its answer is not known yet."""
         calls = self.calls
         while calls:
             call = calls[0]
@@ -181,12 +196,12 @@ class TorchClient:
             self.bytes -= call.size
             if self._large and call.op.__class__ in _LARGE and call.request is not None:
                 self._large -= 1
-            if not call.taken_back:
+            if not call.cancelled:
                 return call
         return None
 
     def end(self) -> None:
-        """Note that the client is gone."""
+        """Release everything that the disconnected client holds, and issue its remaining writes."""
         self._gone = True
         self._end_turn()
         self._value = None
@@ -198,22 +213,22 @@ class TorchClient:
                 self._give_up(call)
         self.calls.clear()
         self.bytes = 0
-        self.go_on()
+        self.issue_held()
 
-    # Inside
+    # Internal
 
-    def _must_hold(self, call: Call, paused: bool) -> bool:
+    def _must_hold(self, call: TorchCall, paused: bool) -> bool:
         if self._gathering is not None:
             if self._gathering.gathers:
                 return True
             self._gathering = None
         return (paused or self._large >= MAX_LARGE) and call.op.__class__ in _LARGE and not self._gone
 
-    def _issue(self, call: Call) -> None:
-        """Carry out a call here, or ask for it."""
+    def _issue(self, call: TorchCall) -> None:
+        """Answer a call here, or pass it to the merger."""
         op, kind = call.op, call.op.__class__
         value = self._take_value()
-        if self._turn is not None and kind is not ops.Draw:
+        if self._turn is not None and kind is not ops.TurnPop:
             self._end_turn()
         if self._wait is not None and kind in _REPLACES:
             self._stop_waiting(self._wait)
@@ -224,19 +239,19 @@ class TorchClient:
             call.done, call.answer = True, value[1]
         else:
             if self._wait is not None:
-                self._merger.hurry(self._wait)
+                self._merger.queue_now(self._wait)
             self._ask(call)
 
-    def _ask(self, call: Call) -> None:
+    def _ask(self, call: TorchCall) -> None:
         op, kind = call.op, call.op.__class__
         if kind in WAITS:
             self._wait = call
-            if kind is ops.Await:
+            if kind is ops.WaitOrTurn:
                 op.limit = VALUE_BYTES
             self._merger.ask(call)
-        elif kind is ops.Draw:
+        elif kind is ops.TurnPop:
             self._large += 1
-            self._merger.draw(call, self._turn or self._coming_turn())
+            self._merger.pop(call, self._turn or self._coming_turn())
             self._turn = None
         elif kind is ops.Ping:
             self._merger.ping(call)
@@ -247,21 +262,21 @@ class TorchClient:
                 self._gathering = call
 
     def _take_value(self) -> tuple[bytes, bytes] | None:
-        """Return the value that came with the end of a wait, which is held for one call only."""
+        """Return and forget the value from the answer to a wait; it is held for one call only."""
         value, self._value = self._value, None
         if value is not None:
             self.bytes -= len(value[1])
         return value
 
-    def _coming_turn(self) -> Request | None:
-        """Return the request whose answer may be a turn of this client."""
-        request = self._wait.request if self._wait is not None and isinstance(self._wait.op, ops.Await) else None
+    def _coming_turn(self) -> MergedRequest | None:
+        """Return the request whose answer may give this client a turn."""
+        request = self._wait.request if self._wait is not None and isinstance(self._wait.op, ops.WaitOrTurn) else None
         return request if request is not None and request.calls[0] is self._wait else None
 
-    def _stop_waiting(self, wait: Call) -> None:
-        """Take back a wait, which stays unanswered."""
+    def _stop_waiting(self, wait: TorchCall) -> None:
+        """Cancel a wait, which gets no reply."""
         self._wait = None
-        wait.done = wait.taken_back = True
+        wait.done = wait.cancelled = True
         self._merger.leave(wait)
 
     def _end_turn(self) -> None:
@@ -269,14 +284,14 @@ class TorchClient:
         if turn is not None:
             self._merger.drop(turn)
 
-    def _give_up(self, call: Call) -> None:
-        """Forget a call of a client that is gone; an item that was drawn for it and not delivered goes back."""
+    def _give_up(self, call: TorchCall) -> None:
+        """Abandon a call of a disconnected client; an item taken for it but not delivered returns to its queue."""
         if not call.done:
             self._merger.leave(call)
-        elif isinstance(call.op, ops.Draw) and call.request is not None:
+        elif isinstance(call.op, ops.TurnPop) and call.request is not None:
             self._merger.drop(call.request)
 
 
 def _writes(op: ops.Op) -> bool:
-    """Return whether an operation changes something whether or not its client is still there."""
-    return op.changes and op.__class__ not in _HOLDS
+    """Return whether an operation takes effect even if its client has disconnected."""
+    return op.changes and op.__class__ not in _OF_CLIENT

@@ -1,10 +1,10 @@
-"""The relay's end of PyTorch's protocol on one connection: bytes to calls, answers to bytes.
+"""The relay's end of PyTorch's protocol on one connection: decodes calls, encodes replies.
 
-The order of both is kept by `relay/torch_client.py`, and what becomes of the calls is the session's business
-(`relay/torch_session.py`). A client that has asked as much as it may is not read from until answers have come. The
-protocol has no errors: a call that fails closes the connection with the reason in the log, as at a server.
+`relay/torch/client.py` keeps the order of both, and `relay/torch/session.py` sends the calls. The relay does not read
+from a client that has reached its limit of unanswered calls until replies have been sent. The protocol has no errors: a
+failed call closes the connection, with the reason in the log, as at a server.
 
-Rejected: to answer a PING before earlier writes of its connection are carried out. It is how a client makes sure.
+Rejected: answer a PING before earlier writes of its connection are applied. Clients use PING to confirm their writes.
 """
 
 from __future__ import annotations
@@ -14,23 +14,25 @@ from typing import TYPE_CHECKING
 from rallypoint.core import ops
 from rallypoint.errors import RallypointError
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.c10d import ENCODE_ANSWER, Decoder, encode_items, encode_list_head
-from rallypoint.relay.requests import Call
-from rallypoint.relay.torch_session import TorchSession
-from rallypoint.server.connection import COUNTED_BYTES
-from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices
+from rallypoint.protocol.c10d import ENCODE_ANSWER, Decoder, encode_list_head
+from rallypoint.relay.torch.requests import TorchCall
+from rallypoint.relay.torch.session import TorchSession
+from rallypoint.server.connections.c10d_connection import ENCODER
+from rallypoint.server.connections.limits import COUNTED_BYTES
+from rallypoint.server.connections.outgoing import Part
+from rallypoint.server.connections.sliced import NO_SOURCE, encode_in_slices, is_long
 
 if TYPE_CHECKING:
-    from rallypoint.server.connection import Connection
+    from rallypoint.server.connections.connection import Connection
 
 __all__ = ["TorchRelayConnection"]
 
 _SHORT = frozenset((int, bool, bytes, type(None)))
-"""What nearly all answers are: neither an error, nor a list, nor an item of a queue."""
+"""The types of nearly all answers, all but errors, lists and queue items."""
 
 
 class TorchRelayConnection:
-    """One PyTorch client's connection; `limit` bounds one request and one answer in bytes."""
+    """One PyTorch client's connection; `limit` is the maximum size of a request or reply in bytes."""
 
     __slots__ = (
         "_client",
@@ -57,17 +59,17 @@ class TorchRelayConnection:
 
     @property
     def greeted(self) -> bool:
-        """Whether the peer has said the magic number."""
+        """Whether the peer has sent the magic number."""
         return self._decoder.greeted
 
     @property
     def held(self) -> int:
-        """How many bytes of requests are held that were not answered yet."""
+        """Number of bytes held for unanswered requests."""
         return len(self._rest) + self._decoder.held + self._client.bytes
 
     @property
     def blocked(self) -> bool:
-        """Whether requests wait until the answers so far have been sent: call `receive(b"")` then."""
+        """Whether requests wait until all replies so far have been sent; then call `receive(b"")`."""
         return self._client.held_back or (bool(self._rest) and not self._stalled)
 
     @property
@@ -76,17 +78,17 @@ class TorchRelayConnection:
         return self._client.waits_for[:100]
 
     def receive(self, data: bytes) -> bytes:
-        """Take what came, and return the answers that are known. Raises BadMessage, and is invalid after that."""
+        """Process bytes from the client and return the replies that are ready. BadMessage leaves it unusable."""
         client, session = self._client, self._session
         client.paused = self._connection.paused
-        if client.calls or self._rest or session.crowded or not data:
-            return self._receive_behind(data)
+        if client.calls or self._rest or session.is_full or not data:
+            return self._receive_pipelined(data)
         op, stop = self._decoder.read(data, 0)
         if op is None or stop < len(data):
             if op is not None:
                 client.ask(op, stop)
-            return self._receive_behind(data[stop:])
-        value = client.ask_alone(op, stop)  # as nearly always: one request, and it has asked nothing else
+            return self._receive_pipelined(data[stop:])
+        value = client.ask_alone(op, stop)  # the common case: a single request
         if value is not None:
             if self._counted:
                 self._count()
@@ -98,14 +100,14 @@ class TorchRelayConnection:
         return self._take_replies() if client.calls[0].done else b""
 
     def end(self) -> None:
-        """Note that the connection is gone."""
+        """Release everything of the closed connection."""
         self._session.leave(self._client)
         self._count()
 
-    # What the session calls
+    # Called by the session
 
     def deliver(self) -> None:
-        """Send the replies that are ready, unless the connection is closing: then `end` gives back what it can."""
+        """Send the replies that are ready. If the connection is closing, `end` returns undelivered items instead."""
         connection = self._connection
         if connection.closing:
             return
@@ -119,38 +121,38 @@ class TorchRelayConnection:
             connection.send(replies)
         if self._counted:
             self._count()
-        if self._stalled and self._client.eased and not self._session.crowded:
+        if self._stalled and self._client.has_room_again and not self._session.is_full:
             self.read_on()
 
     def session_lost(self, why: str) -> None:
-        """Close the connection, for nobody knows what became of its requests."""
+        """Close the connection, because the outcome of its requests is unknown."""
         if not self._connection.closing:
             self._connection.drop(why)
 
     def read_on(self) -> None:
-        """Read again, for there is room."""
+        """Resume reading."""
         if self._stalled:
             self._stalled = False
             self._connection.read_on()
 
-    # Inside
+    # Internal
 
-    def _choked(self) -> bool:
-        """Return whether no more may be asked for now; then the connection is not read from."""
-        if not self._client.full and not self._session.crowded:
+    def _at_limit(self) -> bool:
+        """Return whether a limit on unanswered calls is reached; if so, stop reading from the connection."""
+        if not self._client.full and not self._session.is_full:
             return False
-        if self._session.crowded:
+        if self._session.is_full:
             self._session.wait_for_room(self)
         self._stalled = True
         self._connection.stall()
         return True
 
-    def _receive_behind(self, data: bytes) -> bytes:
-        """Take what came behind other requests: as many as the client may ask now; keep the rest."""
+    def _receive_pipelined(self, data: bytes) -> bytes:
+        """Process requests that follow others, as many as the limits allow, and keep the rest."""
         data, self._rest = self._rest + data, b""
         client, read, at = self._client, self._decoder.read, 0
-        client.go_on()
-        while at < len(data) and not self._choked():
+        client.issue_held()
+        while at < len(data) and not self._at_limit():
             op, stop = read(data, at)
             if op is not None:
                 client.ask(op, stop - at)
@@ -162,7 +164,7 @@ class TorchRelayConnection:
         return replies
 
     def _take_replies(self) -> bytes:
-        """Return the replies that are next; an item that is among them is the client's now."""
+        """Return the next replies in order; a queue item among them now belongs to the client."""
         client = self._client
         call = None if self._listing else client.next_reply()
         if call is None:
@@ -171,31 +173,34 @@ class TorchRelayConnection:
         if not client.calls:
             return reply
         replies = [reply]
-        client.go_on()
+        client.issue_held()
         while not self._listing and (call := client.next_reply()) is not None:
             replies.append(self._encode(call))
-            client.go_on()
+            client.issue_held()
         return b"".join(replies)
 
-    def _encode(self, call: Call) -> bytes:
+    def _encode(self, call: TorchCall) -> bytes:
         op, answer = call.op, call.answer
+        if answer.__class__ is bytes and is_long(answer):
+            self._send_list(op, [answer])
+            return b""
         if answer.__class__ in _SHORT:
             return ENCODE_ANSWER[op.__class__](op, answer, self._limit)
         if isinstance(answer, RallypointError):
             raise BadMessage(str(answer))
-        if answer.__class__ is list and len(answer) > SLICE_ITEMS:
+        if answer.__class__ is list and is_long(answer):
             self._send_list(op, answer)
             return b""
         reply = ENCODE_ANSWER[op.__class__](op, answer, self._limit)
-        if op.__class__ is ops.Draw:
+        if op.__class__ is ops.TurnPop:
             self._session.delivered(call.request)
         return reply
 
     def _send_list(self, op: ops.Op, items: list[bytes]) -> None:
-        """Send a long list a slice at a time; later replies wait behind it."""
+        """Send a long list in slices; later replies wait for its end."""
         self._listing = True
 
-        def done(parts: list[bytes], size: int) -> None:
+        def done(parts: list[Part], size: int, owned: int) -> None:
             self._listing = False
             if self._connection.closing:
                 return
@@ -205,7 +210,7 @@ class TorchRelayConnection:
             self._connection.send_parts([encode_list_head(op, len(items)), *parts])
             self.deliver()
 
-        encode_in_slices(items, encode_items, self._limit, done)
+        encode_in_slices(items, ENCODER, NO_SOURCE, self._limit, lambda size: not self._connection.closing, done)
 
     def _count(self) -> None:
         more = self._client.owed_bytes - self._counted

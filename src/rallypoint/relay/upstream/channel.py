@@ -1,12 +1,13 @@
-"""One channel of a relay to its server: what its owner wrote and has not been sent, and credit both ways.
+"""One channel of a relay to its server: unsent bytes of its owner, and credit in both directions.
 
-`protocol/channels.py` has the rules. The server gets credit for what an owner has dealt with (`Channel.consumed`), half
-a window at a time. A channel that its owner closes sends what was written first, for a client's last word may be its
-goodbye; what comes meanwhile is thrown away, with credit, or the server could not go on to read.
+`protocol/channels.py` has the rules. The server gets credit for bytes that the owner has processed
+(`UpstreamChannel.consumed`), half a window at a time. A channel that its owner closes first sends all written bytes,
+because the last request of a client may be its Bye. Bytes received meanwhile are discarded, but credited, or the server
+would stop reading.
 
-No I/O: the connection (`relay/channel_connection.py`) asks each channel for what it has to send.
+No I/O: the connection (`relay/upstream/channel_connection.py`) takes the bytes to send from each channel.
 
-Rejected: to refuse writes beyond the window. Whoever wrote half a request would have to keep the other half itself.
+Rejected: refuse writes beyond the window. An owner that wrote half a request would have to keep the other half.
 """
 
 from __future__ import annotations
@@ -19,25 +20,25 @@ from rallypoint.protocol import BadMessage
 from rallypoint.protocol.channels import MAX_CHUNK, WINDOW
 
 if TYPE_CHECKING:
-    from rallypoint.relay.channel_connection import ChannelConnection
+    from rallypoint.relay.upstream.channel_connection import ChannelConnection
 
-__all__ = ["Channel", "ChannelOwner"]
+__all__ = ["UpstreamChannel", "ChannelOwner"]
 
 
 class ChannelOwner(Protocol):
-    """Whoever uses a channel."""
+    """The user of a channel."""
 
     def received(self, data: bytes) -> None:
-        """Take bytes from the server; `Channel.consumed` gives the server credit for them."""
+        """Process bytes from the server; `UpstreamChannel.consumed` gives the server credit for them."""
 
     def closed(self, why: str) -> None:
-        """Note that the server closed the channel, or that the connection was lost; nothing follows."""
+        """Called once when the server closes the channel or the connection is lost; no other call follows."""
 
     def writable(self) -> None:
-        """Note that everything has been sent, after some of it had to wait (`Channel.unsent`)."""
+        """Called when all bytes have been sent, after some had to wait (`UpstreamChannel.unsent`)."""
 
 
-class Channel:
+class UpstreamChannel:
     """One byte stream to the server; opened by `Upstream.open_channel`."""
 
     __slots__ = (
@@ -51,19 +52,19 @@ class Channel:
         self.number = 0  # until its first bytes are sent
         self.closing = self.ended = False
         self._out: deque[bytes] = deque()
-        self._waiting = 0  # bytes in there
+        self._waiting = 0  # bytes in `_out`
         self._credit = WINDOW
-        self._held_back = False  # whether the owner is to hear when all is sent
-        self._owed = 0  # bytes that came, and that the server has no credit for yet
-        self._consumed = 0  # of these, what the owner has dealt with
+        self._held_back = False  # whether to call `writable` when all is sent
+        self._owed = 0  # bytes received for which the server has no new credit yet
+        self._consumed = 0  # those of them that the owner has processed
 
     @property
     def unsent(self) -> int:
-        """How many bytes were written and have to wait, for credit or for the transport."""
+        """Number of written bytes that wait for credit or for the transport."""
         return self._waiting if self._connection.paused else max(0, self._waiting - self._credit)
 
     def write(self, data: bytes) -> None:
-        """Send bytes at the end of this turn of the event loop, as far as there is credit; never refuses."""
+        """Queue bytes, to be sent at the end of this turn of the event loop as far as there is credit."""
         if self.closing or self.ended or not data:
             return
         self._out.append(data)
@@ -73,23 +74,23 @@ class Channel:
         self._connection.has_bytes(self)
 
     def before_flush(self, write: Callable[[], None]) -> None:
-        """Have `write` called at the end of this turn of the event loop; what it writes is sent at once."""
+        """Call `write` at the end of this turn of the event loop; its bytes are sent at once."""
         self._connection.before_flush(write)
 
     def consumed(self, size: int) -> None:
-        """Give the server credit for bytes that were dealt with."""
+        """Give the server credit for processed bytes."""
         self._consumed += size
         if self._consumed >= WINDOW // 2 and not self.ended:
             self._connection.owes_credit(self)
 
     def close(self) -> None:
-        """End the channel once what was written is sent; the owner hears nothing more."""
+        """End the channel after all written bytes are sent; the owner gets no further calls."""
         if not self.closing and not self.ended:
             self.closing = True
             self.consumed(self._owed - self._consumed)
             self._connection.closing(self, self._waiting)
 
-    # What the connection calls
+    # Called by the connection
 
     @property
     def sendable(self) -> bool:
@@ -98,11 +99,11 @@ class Channel:
 
     @property
     def empty(self) -> bool:
-        """Whether everything that was written is sent."""
+        """Whether all written bytes have been sent."""
         return not self._waiting
 
     def take(self) -> bytes:
-        """Return the next bytes to send: one chunk at most, and no more than there is credit for."""
+        """Remove and return the next bytes to send: at most one chunk, within the credit."""
         limit = min(MAX_CHUNK, self._credit)
         parts, size = [], 0
         while self._out and size < limit:
@@ -117,25 +118,25 @@ class Channel:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def drop_unsent(self) -> int:
-        """Throw away what waits; return how many bytes that were."""
+        """Discard unsent bytes; return their number."""
         size, self._waiting = self._waiting, 0
         self._out.clear()
         return size
 
     def take_credit(self) -> int:
-        """Return how many bytes the server may send on top, and count them as given."""
+        """Return the credit to give the server, and count it as given."""
         size, self._consumed = self._consumed, 0
         self._owed -= size
         return size
 
     def credited(self, size: int) -> None:
-        """Take credit from the server."""
+        """Add credit from the server."""
         self._credit += size
         if self._credit > WINDOW:
             raise BadMessage(f"credit for {self._credit} bytes on channel {self.number}, the window is {WINDOW}")
 
     def feed(self, data: bytes) -> None:
-        """Take bytes from the server."""
+        """Process bytes from the server."""
         self._owed += len(data)
         if self._owed > WINDOW:
             raise BadMessage(f"{self._owed} bytes on channel {self.number}, the window is {WINDOW}")
@@ -145,13 +146,13 @@ class Channel:
             self.owner.received(data)
 
     def sent(self) -> None:
-        """Tell the owner that everything is sent, if it waits for that."""
+        """Call `writable` of the owner if it waits for that and all bytes are sent."""
         if self._held_back and not self._waiting and not self.closing and not self.ended:
             self._held_back = False
             self.owner.writable()
 
     def end(self, why: str) -> None:
-        """Tell the owner, unless it closed the channel itself, that there is nothing more."""
+        """End the channel, and call `closed` of the owner unless the owner closed it."""
         if not self.ended:
             self.ended = True
             self._out.clear()

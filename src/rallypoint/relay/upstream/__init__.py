@@ -1,0 +1,1 @@
+"""The relay's connection to its server, its channels, and its outages."""
