@@ -1,1 +1,1 @@
-"""Shared objects over any store: thin classes over the machines of `rallypoint.core`."""
+"""Shared objects on any store: thin classes over the state machines of `rallypoint.core`."""

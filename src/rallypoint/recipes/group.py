@@ -1,7 +1,7 @@
-"""Group: who is in a job now, and who comes and goes.
+"""Group: the current members of a job, and an event when one joins, leaves or is lost.
 
-A member is in while its process lives: it leaves, or its session ends and it is lost, and every other member is told.
-On our server it leaves nothing behind. On another store it keeps one key, `roster:NAME`.
+A member stays in the group while its process lives. When it leaves, or is lost because its session ended, all other
+members receive an event. On our server it leaves nothing behind. On any other store it keeps one key, `roster:NAME`.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from rallypoint.core import roster
 from rallypoint.core.limits import MAX_VALUE_BYTES
-from rallypoint.core.machine import Done
+from rallypoint.core.machines import membership
+from rallypoint.core.machines.machine import Done
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import LimitExceeded, MembersMissing
-from rallypoint.recipes.hosting import PROGRESS_S, Object, Recipe
-from rallypoint.recipes.members import device_maps_of, devices_of, name_of, names_of
+from rallypoint.recipes.arguments import device_maps_of, devices_of, name_of, names_of
+from rallypoint.recipes.hosting.shared_object import PROGRESS_S, Recipe, SharedObject
 
 __all__ = ["Group", "Member", "Membership", "MembershipEvent", "View"]
 
@@ -26,10 +26,10 @@ DeviceMaps = Mapping[str, Mapping[str, str]]
 
 
 class Member(NamedTuple):
-    """One member: an id that nobody else ever has, where it runs, what it told, and its devices.
+    """One member: its unique id, the host and process where it runs, the info it gave, and its devices.
 
-    `device_maps` has, by peer, where each of its devices goes there; `reverse_maps`, by peer, the way back: for each
-    of this member's devices that the peer uses, the peer's own device that answers go to.
+    `device_maps` maps, for each peer, this member's devices to the peer's. `reverse_maps` is the way back: for each
+    peer, it maps those of this member's devices that the peer uses to the peer's device that receives the replies.
     """
 
     name: str
@@ -42,14 +42,14 @@ class Member(NamedTuple):
 
 
 class View(NamedTuple):
-    """Everybody who is in, as of one moment; the epoch grows with every change."""
+    """All members at one moment; the epoch grows with every change."""
 
     epoch: int
     members: Mapping[str, Member]
 
 
 class MembershipEvent(NamedTuple):
-    """A member `joined`, `left` or was `lost`, and why."""
+    """A member `joined`, `left` or was `lost` (`what`), and the reason."""
 
     what: str
     member: str
@@ -62,19 +62,20 @@ class Group(Recipe):
     """A set of named members that the processes of a job share."""
 
     def __init__(self, store: Any, name: str) -> None:
-        self._object = Object("group", store, name)
+        self._object = SharedObject("group", store, name)
 
     def members(self) -> View:
-        """Return who is in now; one need not be a member to ask.
+        """Return the current members; the caller need not be one.
 
-        Nobody is in it who has been dead for longer than the grace. On a store that only has bytes, who has not asked
-        lately therefore waits until all have shown a sign of life, half a second at most, or for a dead one the grace.
+        The view contains no member that has been dead for longer than the grace period. On a store other than our
+        server, a caller that has not asked lately therefore waits for a heartbeat of every member: half a second at
+        most if all are alive, the grace period if one is dead.
         """
-        self._object.make_sure(roster.Roster)
+        self._object.evict_dead(membership.MembershipMachine)
         return self._look()
 
     def _look(self) -> View:
-        outcome = self._object.act("", self._object.next_call(), roster.Look(), 0.0)
+        outcome = self._object.act("", self._object.next_call(), membership.MembershipQuery(), 0.0)
         assert isinstance(outcome, Done)
         return _view(outcome.answer)
 
@@ -85,27 +86,27 @@ class Group(Recipe):
         devices: Sequence[str] = (),
         device_maps: DeviceMaps | None = None,
     ) -> Membership:
-        """Become a member; leave by the membership's `leave`, or its `with` block.
+        """Become a member; leave with the membership's `leave`, or its `with` block.
 
-        `device_maps` says, for peers by name, to which of its devices each of ours goes. It must be one-to-one, and
-        name devices that both sides have; peers that come later are held to it. Where the name belongs to a process
-        that may be dead, this waits until its session ends or it returns. Raises NameTaken, BadDeviceMap; and
-        TypeError, ValueError or LimitExceeded, before anything is sent, for what no member could be.
+        `device_maps` maps, for each peer by name, our devices to the peer's. Each map must be one-to-one and name only
+        devices that exist; it is checked against peers that join later, too. If the name belongs to a process that may
+        be dead, wait until its session ends or it reconnects. Raises NameTaken and BadDeviceMap; for invalid arguments
+        TypeError, ValueError or LimitExceeded, before anything is sent.
         """
         member = name_of(member)
         if not isinstance(info, bytes):
             raise TypeError(f"the info of a member must be bytes, not {info!r}")
         if len(info) > MAX_VALUE_BYTES:
             raise LimitExceeded(what="the info of member", key=member, size=len(info), limit=MAX_VALUE_BYTES)
-        command = roster.Join(info, devices_of(devices), device_maps_of(device_maps or {}))
-        call, view = self._object.perform(member, command, roster.Leave, self._object.deadline(None))
+        command = membership.MembershipJoin(info, devices_of(devices), device_maps_of(device_maps or {}))
+        call, view = self._object.perform(member, command, membership.MembershipLeave, self._object.deadline(None))
         return Membership(self, self._object, member, call, _view(view))
 
 
 class Membership:
-    """One member's place in a group: what it sees of the others, until it leaves."""
+    """One member's membership in a group, until it leaves."""
 
-    def __init__(self, group: Group, shared: Object, member: str, call: int, view: View) -> None:
+    def __init__(self, group: Group, shared: SharedObject, member: str, call: int, view: View) -> None:
         self.group = group
         self.member = member
         self.id = view.members[member].id
@@ -118,14 +119,14 @@ class Membership:
 
     @property
     def view(self) -> View:
-        """Everybody who is in now: asks the store."""
+        """The current members; each access asks the store."""
         return self.group.members()
 
     def events(self, timeout: Timeout | None = None) -> Iterator[MembershipEvent]:
-        """Yield who comes and goes after this member joined, as it happens; end when nothing does for `timeout`.
+        """Yield the changes since this member joined, as they happen; stop after `timeout` without a change.
 
-        What happened faster than it was read is told as well. Only after hundreds of changes in between are the
-        changes found by comparison, and those that cancelled each other out left out.
+        A slow reader misses no event. Only if hundreds of changes happen between two reads are the events derived by
+        comparing the two views; changes that cancel out are then omitted.
         """
         known = self._joined
         while True:
@@ -137,7 +138,7 @@ class Membership:
             known = view
 
     def wait_for(self, names: Sequence[str], timeout: Timeout | None = None) -> View:
-        """Return the view in which all of these are members. Raises MembersMissing, which names those who are not."""
+        """Return the first view that contains all these members. Raises MembersMissing, which names the missing."""
         names = names_of(names)
         deadline = self._object.deadline(timeout)
         view = self.group._look()
@@ -156,8 +157,8 @@ class Membership:
         return view
 
     def leave(self) -> bool:
-        """Leave the group, and say whether this member was still in it."""
-        outcome = self._object.act(self.member, self._object.next_call(), roster.Leave(self._call), 0.0)
+        """Leave the group; return whether this member was still in it."""
+        outcome = self._object.act(self.member, self._object.next_call(), membership.MembershipLeave(self._call), 0.0)
         return bool(outcome[0])
 
     def __enter__(self) -> Membership:
@@ -167,12 +168,12 @@ class Membership:
         self.leave()
 
     def _change(self, epoch: int, deadline: Deadline) -> Any:
-        """Wait until the epoch is another, and return what is then; None at the deadline."""
+        """Wait until the epoch changes, and return the new view and its events; None at the deadline."""
         call = self._object.next_call()
         try:
             while True:
                 wait_s = min(deadline.remaining(), PROGRESS_S)
-                outcome = self._object.act(self.member, call, roster.Watch(epoch), wait_s)
+                outcome = self._object.act(self.member, call, membership.MembershipWatch(epoch), wait_s)
                 if isinstance(outcome, Done):
                     call = 0
                     return outcome.answer
@@ -180,7 +181,7 @@ class Membership:
                     return None
         finally:
             if call:
-                self._object.act(self.member, self._object.next_call(), roster.Leave(call), 0.0)
+                self._object.act(self.member, self._object.next_call(), membership.MembershipLeave(call), 0.0)
 
 
 def _view(told: Any) -> View:
@@ -200,10 +201,10 @@ def _view(told: Any) -> View:
 
 
 def _difference(before: View, after: View) -> Iterator[MembershipEvent]:
-    """Say who is gone and who is new."""
+    """Yield the events that lead from one view to the other."""
     old = {member.id: member for member in before.members.values()}
     new = {member.id: member for member in after.members.values()}
-    why = "seen by comparison: it was too long ago to be told apart"
+    why = "derived by comparison: the event log no longer reaches back this far"
     for number in old.keys() - new.keys():
         yield MembershipEvent("left", old[number].name, number, after.epoch, why)
     for number in sorted(new.keys() - old.keys()):

@@ -1,1 +1,1 @@
-"""Stores: one interface (base), and one module for each place where the bytes can be."""
+"""Stores: one interface (base), and one module for each backend."""

@@ -1,9 +1,9 @@
-"""What a store is: a view (a key prefix, a default timeout) of a backend that holds the bytes.
+"""The store interface: a view (a key prefix, a default timeout) of a backend that holds the bytes.
 
-`Store` has the public operations, with PyTorch's names, argument order and meaning. It checks what it is given, turns
-names into bytes, takes the deadline, and turns outcomes into errors that speak of the caller's keys. All of that is
-written once, here. A `Backend` is what differs between stores: it executes operations of `core/ops.py`, whose expected
-outcomes are return values (`TimedOut`, None). `PrefixStore` is therefore only another view of the same backend.
+`Store` has the public operations, with PyTorch's names, argument order and semantics. It checks arguments, encodes
+keys, computes the deadline, and turns outcomes into errors that name the caller's keys. All of that is written once,
+here. Stores differ only in their `Backend`: it executes the operations of `core/ops.py`, whose expected outcomes are
+return values (`TimedOut`, None). `PrefixStore` is therefore only another view of the same backend.
 
 Rejected: a `PrefixStore` that forwards every method; each of them would check its arguments twice.
 """
@@ -20,15 +20,15 @@ from rallypoint.core import ops
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import NotAnInteger, QueueEmpty, Unsupported
-from rallypoint.store.view import DEFAULT_TIMEOUT_S, View, whole_amount
+from rallypoint.store.view import DEFAULT_TIMEOUT_S, StoreView, whole_amount
 
-__all__ = ["Backend", "Change", "Feed", "Guest", "Lease", "Pipeline", "Store", "Watch"]
+__all__ = ["Backend", "Change", "Feed", "StoreDependent", "Lease", "Pipeline", "Store", "Watch"]
 
 _Self = TypeVar("_Self", bound="Store")
 
 
 class Change(NamedTuple):
-    """One change of a watched key: its new value, or None when it was deleted."""
+    """One change of a watched key: its new value, or None if it was deleted."""
 
     key: str
     value: bytes | None
@@ -44,42 +44,42 @@ class Feed(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Stop the stream and wake whoever waits on it."""
+        """Stop the stream and wake the threads that wait on it."""
 
 
 class Backend(abc.ABC):
-    """The bytes behind a store. Keys arrive checked and with their full prefix; calls may come from any thread."""
+    """Holds the data of a store. Keys arrive checked and with their full prefix; any thread may call."""
 
     name: str
-    """How errors call this store: a URL or the like."""
+    """The name of this store in errors: a URL or similar."""
 
     hosts_objects: bool = False
-    """Whether it executes `Act`: whether barriers, locks and the like live in what is behind this backend."""
+    """Whether it executes `Act`, that is, hosts barriers, locks and other shared objects itself."""
 
     root: bytes = b""
-    """What every key starts with on this backend, unseen by people."""
+    """Prefix of every key on this backend; users never see it."""
 
     @abc.abstractmethod
     def execute(self, op: ops.Op) -> Any:
-        """Carry out an operation, and return what an engine answers; `TimedOut` for a wait after its `timeout_s`.
+        """Execute an operation and return the engine's result; `TimedOut` for a wait that exceeds its `timeout_s`.
 
-        Raises Unsupported for an operation of `Store` that this backend cannot do.
+        Raises Unsupported for an operation of `Store` that this backend does not have.
         """
 
     @abc.abstractmethod
     def clone(self) -> Backend:
-        """Return a backend with the same content and a session of its own."""
+        """Return a backend on the same data with its own session."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Give up leases and watches, wake waiting calls with StoreClosed, release what the backend holds open."""
+        """Release leases and watches, end waiting calls with StoreClosed, and close files and connections."""
 
     def watch(self, prefix: bytes) -> Feed:
         """Stream the changes of keys that start with a prefix, from now on."""
         raise self.unsupported("watch")
 
     def pipeline(self, batch: Sequence[ops.Op]) -> list[Any]:
-        """Carry out operations that do not wait, in order; return their answers."""
+        """Execute operations that do not wait, in order; return their results."""
         return [self.execute(op) for op in batch]
 
     def unsupported(self, operation: str) -> Unsupported:
@@ -87,26 +87,26 @@ class Backend(abc.ABC):
         return Unsupported(operation=operation, store=self.name, why="this kind of store cannot do it")
 
 
-class Guest(Protocol):
-    """What uses a store on its own."""
+class StoreDependent(Protocol):
+    """An object that uses a store in the background."""
 
     def end(self) -> None:
-        """Come to an end, for the store is about to be closed."""
+        """Stop: the store is about to be closed."""
 
 
-_guests: weakref.WeakKeyDictionary[Backend, weakref.WeakSet[Guest]] = weakref.WeakKeyDictionary()
+_dependents: weakref.WeakKeyDictionary[Backend, weakref.WeakSet[StoreDependent]] = weakref.WeakKeyDictionary()
 
 
 class Lease:
-    """A key that is there while its owner lives; release it, or leave the `with` block, to delete it."""
+    """A key that exists while its owner lives; release it, or leave the `with` block, to delete it."""
 
     def __init__(self, store: Store, key: str) -> None:
         self.key = key
         self._store = store
 
     def release(self) -> bool:
-        """Delete the key, and say whether it was still ours (another writer may have taken it over)."""
-        return bool(self._store._backend.execute(ops.Unlease(0, self._store._name(self.key))))
+        """Delete the key; return whether it was still ours (another writer may have overwritten it)."""
+        return bool(self._store._backend.execute(ops.ReleaseLease(0, self._store._name(self.key))))
 
     def __enter__(self) -> Lease:
         return self
@@ -119,7 +119,7 @@ class Lease:
 
 
 class Watch:
-    """The changes of keys under a prefix, in order, from the moment it was made; an iterator and a context manager."""
+    """The changes of keys under a prefix, in order, since its creation; an iterator and a context manager."""
 
     def __init__(self, store: Store, prefix: str, timeout: Timeout | None) -> None:
         self.prefix = prefix
@@ -128,9 +128,9 @@ class Watch:
         self._feed = store._backend.watch(store._name(prefix))
 
     def next(self, timeout: Timeout | None = None) -> Change:
-        """Return the next change, waiting at most `timeout` (default: the watch's own, else the store's).
+        """Return the next change, waiting at most `timeout` (default: the watch's timeout, else the store's).
 
-        Raises StoreTimeout when nothing changes in that time, StoreClosed once the watch or its store is closed.
+        Raises StoreTimeout if nothing changes in that time, StoreClosed once the watch or its store is closed.
         """
         deadline = Deadline(self._store._wait_s(self._timeout_s if timeout is None else timeout))
         event = self._feed.next(deadline)
@@ -140,7 +140,7 @@ class Watch:
         return Change(self._store._unname(event.key), event.value, event.revision)
 
     def close(self) -> None:
-        """Stop watching and wake whoever waits in `next`."""
+        """Stop watching and wake the threads that wait in `next`."""
         self._feed.close()
 
     def __iter__(self) -> Iterator[Change]:
@@ -155,9 +155,10 @@ class Watch:
 
 
 class Pipeline:
-    """Writes that go out together at the end of a `with` block, in order; `results` then has what each returned.
+    """Writes sent together at the end of a `with` block, in order; `results` then has the result of each.
 
-    An error in the block sends nothing. An error of the store leaves those before it done, and may leave later ones so.
+    After an exception in the block, nothing is sent. After an error of the store, the writes before it are applied, and
+    later ones may be.
     """
 
     def __init__(self, store: Store) -> None:
@@ -170,7 +171,7 @@ class Pipeline:
         self._batch.append(ops.Set(0, self._store._name(key), self._store._value(key, value)))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes to the end of a value."""
+        """Append bytes to a value."""
         self._batch.append(ops.Append(0, self._store._name(key), self._store._value(key, value)))
 
     def add(self, key: str, amount: int) -> None:
@@ -182,7 +183,7 @@ class Pipeline:
         self._batch.append(ops.Delete(0, self._store._name(key)))
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put an item at the end of a queue."""
+        """Append an item to a queue."""
         self._batch.append(ops.Push(0, self._store._name(key), self._store._value(key, value)))
 
     def __enter__(self) -> Pipeline:
@@ -193,10 +194,10 @@ class Pipeline:
             self.results = self._store._backend.pipeline(self._batch)
 
 
-class Store(View):
+class Store(StoreView):
     """A linearizable map from text keys to bytes that the processes of a job share.
 
-    Safe for use by many threads. Blocking calls end by their timeout (`StoreTimeout`), by Ctrl-C, or by `close`.
+    Thread-safe. Blocking calls end by their timeout (`StoreTimeout`), by Ctrl-C, or by `close`.
     """
 
     def __init__(self, backend: Backend, prefix: bytes, timeout: Timeout = DEFAULT_TIMEOUT_S) -> None:
@@ -206,7 +207,7 @@ class Store(View):
     # PyTorch's operations
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value; it is readable by everyone when this returns."""
+        """Write a value; all clients can read it when this returns."""
         self._backend.execute(ops.Set(0, self._name(key), self._value(key, value)))
 
     def get(self, key: str, timeout: Timeout | None = None) -> bytes:
@@ -219,38 +220,38 @@ class Store(View):
         return value
 
     def add(self, key: str, amount: int) -> int:
-        """Add to a counter kept as decimal text (a missing key is 0) and return its new value."""
+        """Add to a counter, stored as decimal text (a missing key is 0), and return its new value."""
         try:
             return int(self._backend.execute(ops.Add(0, self._name(key), whole_amount(key, amount))))
         except NotAnInteger as error:
             raise NotAnInteger(key=key, value=error.value) from None
 
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Write if the value is the expected one; return the value after the call, as PyTorch does.
+        """Write if the value equals the expected one; return the value after the call, as PyTorch does.
 
-        On a missing key it writes only when the expectation is empty, and otherwise returns the expectation, which
-        looks like a value that is there. `swap` tells the two apart.
+        On a missing key it writes only if `expected_value` is empty; otherwise it returns `expected_value`, which looks
+        like an existing value. `swap` distinguishes the two.
         """
         expected, desired = self._value(key, expected_value), self._value(key, desired_value)
         return bytes(self._backend.execute(ops.CompareSet(0, self._name(key), expected, desired)))
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes to the end of a value; a missing key counts as empty."""
+        """Append bytes to a value; a missing key counts as empty."""
         self._backend.execute(ops.Append(0, self._name(key), self._value(key, value)))
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Say whether all of the keys exist now. A queue that holds an item counts."""
+        """Return whether all of the keys exist now. A queue that holds an item counts."""
         return bool(self._backend.execute(ops.Check(0, self._names(keys))))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Return when all of the keys exist at once. A queue that holds an item counts."""
+        """Return when all of the keys exist at the same time. A queue that holds an item counts."""
         names, wait_s = self._names(keys), self._wait_s(timeout)
         outcome = self._backend.execute(ops.Wait(0, names, wait_s))
         if outcome is not None:
             raise self._timed_out("wait", keys, self._unnamed(outcome.missing), wait_s, down=outcome.down)
 
     def multi_get(self, keys: Sequence[str], timeout: Timeout | None = None) -> list[bytes]:
-        """Return the values of all the keys as of one moment, waiting until all exist."""
+        """Return the values of all the keys at one revision, waiting until all exist."""
         names, wait_s = self._names(keys), self._wait_s(timeout)
         outcome = self._backend.execute(ops.MultiGet(0, names, wait_s))
         if isinstance(outcome, TimedOut):
@@ -258,34 +259,34 @@ class Store(View):
         return list(outcome)
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write all the pairs as one change."""
+        """Write all the pairs atomically."""
         self._backend.execute(ops.MultiSet(0, self._pairs(keys, values)))
 
     def delete_key(self, key: str) -> bool:
-        """Delete a key, and say whether it was there. A queue of that name is not touched."""
+        """Delete a key; return whether it existed. A queue of that name is not affected."""
         return bool(self._backend.execute(ops.Delete(0, self._name(key))))
 
     def num_keys(self) -> int:
-        """Count the keys; through a prefix, those under it."""
+        """Return the number of keys; in a prefixed view, of those under the prefix."""
         prefix = self._prefix if self._prefix != self._backend.root else b""
         return int(self._backend.execute(ops.Count(0, prefix)))
 
     def list_keys(self) -> list[str]:
-        """List the keys, in the order of their bytes; through a prefix, those under it, without it.
+        """List the keys in byte order; in a prefixed view, those under the prefix, which is removed.
 
-        Raises UnicodeDecodeError on foreign bytes.
+        Raises UnicodeDecodeError for a key that is not UTF-8.
         """
         names = self._backend.execute(ops.List(0, self._prefix))
         return [name[len(self._prefix) :].decode() for name in names]
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put an item at the end of a queue. Queues and keys of one name are different things."""
+        """Append an item to a queue. A queue and a key of the same name are independent."""
         self._backend.execute(ops.Push(0, self._name(key), self._value(key, value)))
 
     def queue_pop(self, key: str, block: bool = True, timeout: Timeout | None = None) -> bytes:
-        """Take the first item of a queue; every item goes to one taker.
+        """Pop the first item of a queue; every item goes to exactly one caller.
 
-        With `block`, waits in line for an item (StoreTimeout). Without, raises QueueEmpty where there is none.
+        With `block`, waits for an item in FIFO order (StoreTimeout). Without, raises QueueEmpty if there is none.
         """
         name = self._name(key)
         if not block:
@@ -294,19 +295,19 @@ class Store(View):
                 raise QueueEmpty(key=key, store=self._backend.name)
             return bytes(item)
         wait_s = self._wait_s(timeout)
-        outcome = self._backend.execute(ops.Take(0, name, wait_s))
+        outcome = self._backend.execute(ops.BlockingPop(0, name, wait_s))
         if isinstance(outcome, TimedOut):
             raise self._timed_out("queue_pop", [key], [key], wait_s, down=outcome.down)
         return bytes(outcome)
 
     def queue_len(self, key: str) -> int:
-        """Count the items of a queue."""
+        """Return the number of items in a queue."""
         return int(self._backend.execute(ops.QueueLen(0, self._name(key))))
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Return when `world_size` callers have come to this key.
+        """Return when `world_size` callers have arrived at this key.
 
-        As PyTorch's, it counts in the key itself and works once per key; a caller that times out is taken back.
+        Like PyTorch's, it counts in the key itself and works once per key; a caller that times out is not counted.
         """
         if isinstance(world_size, bool) or not isinstance(world_size, int):
             raise TypeError(f"the world size of barrier {key!r} must be an int, not {world_size!r}")
@@ -317,43 +318,43 @@ class Store(View):
         except NotAnInteger as error:
             raise NotAnInteger(key=key, value=error.value) from None
         if outcome is not None:
-            what = f"fewer than {world_size} callers came to {key!r}"
+            what = f"fewer than {world_size} callers arrived at {key!r}"
             raise self._timed_out("barrier", [key], [key], wait_s, what, outcome.down)
 
     def clone(self: _Self) -> _Self:
-        """Return an independent handle on the same store: own timeout, own leases, own connection."""
+        """Return an independent handle on the same store, with its own timeout, leases and connection."""
         copy = self.__class__.__new__(self.__class__)
         copy.__dict__.update(self.__dict__, _backend=self._backend.clone())
         return copy
 
     def has_extended_api(self) -> bool:
-        """Say that append, multi_get, multi_set and the queues are there: they always are."""
+        """Return True: append, multi_get, multi_set and the queues are always available."""
         return True
 
-    # Ours
+    # Extensions
 
     def swap(self, key: str, expected: str | bytes | None, desired: str | bytes) -> Swap:
-        """Write if the value is the expected one (None: if there is no such key); return (won, value now)."""
+        """Write if the value equals the expected one (None: the key is missing); return (won, current value)."""
         wanted = None if expected is None else self._value(key, expected)
-        outcome: Swap = self._backend.execute(ops.Swap(0, self._name(key), wanted, self._value(key, desired)))
+        outcome: Swap = self._backend.execute(ops.CompareSwap(0, self._name(key), wanted, self._value(key, desired)))
         return outcome
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete every key and queue whose name starts with `prefix`; return how many there were."""
+        """Delete every key and queue whose name starts with `prefix`; return their number."""
         return int(self._backend.execute(ops.DeletePrefix(0, self._name(prefix))))
 
     def lease(self, key: str, value: str | bytes, heartbeat: Timeout | None = None) -> Lease:
-        """Write a key that vanishes with this store handle: at its release, its close, or the death of the process.
+        """Write a key that is deleted when the lease is released, this handle is closed, or the process dies.
 
-        With a `heartbeat`, also when this process has not run for so long (stopped, or swapped out) while its machine
-        still answers for it. A later write by anyone takes the key over and ends the lease.
+        With a `heartbeat`, also after this process has not run for that long (stopped, or swapped out) while its host
+        is still up. A later write by any client overwrites the key and ends the lease.
         """
         ttl_s = 0.0 if heartbeat is None else seconds(heartbeat, "heartbeat")
-        self._backend.execute(ops.Lease(0, self._name(key), self._value(key, value), ttl_s))
+        self._backend.execute(ops.SetLease(0, self._name(key), self._value(key, value), ttl_s))
         return Lease(self, key)
 
     def pipeline(self) -> Pipeline:
-        """Collect writes in a `with` block; they are sent together, and acknowledged when the block ends."""
+        """Collect writes in a `with` block; they are sent together and acknowledged when the block ends."""
         return Pipeline(self)
 
     def watch(self, prefix: str = "", timeout: Timeout | None = None) -> Watch:
@@ -361,20 +362,20 @@ class Store(View):
         return Watch(self, prefix, timeout)
 
     def close(self) -> None:
-        """End this handle and every view of it: leases are given up, waiting calls raise StoreClosed."""
-        for guest in list(_guests.pop(self._backend, ())):
-            guest.end()
+        """Close this handle and every view of it: leases are released, waiting calls raise StoreClosed."""
+        for dependent in list(_dependents.pop(self._backend, ())):
+            dependent.end()
         self._backend.close()
 
-    def _lodge(self, guest: Guest) -> None:
-        """End something before this handle, or a view of it, is closed; it is not kept for that."""
-        _guests.setdefault(self._backend, weakref.WeakSet()).add(guest)
+    def _add_dependent(self, dependent: StoreDependent) -> None:
+        """End `dependent` before this handle, or a view of it, is closed; only a weak reference is kept."""
+        _dependents.setdefault(self._backend, weakref.WeakSet()).add(dependent)
 
-    def _twin(self: _Self) -> _Self:
+    def _same_session_view(self: _Self) -> _Self:
         """Return another view of the same handle."""
-        twin = self.__class__.__new__(self.__class__)
-        twin.__dict__.update(self.__dict__)
-        return twin
+        view = self.__class__.__new__(self.__class__)
+        view.__dict__.update(self.__dict__)
+        return view
 
     def __enter__(self: _Self) -> _Self:
         return self

@@ -1,21 +1,24 @@
-"""FileStore: the engine replayed from a log in a file that all processes of a job see.
+"""FileStore: the engine replayed from a log in a file that all processes of a job share.
 
-Every process keeps a replica of the store in memory, and the file holds the log of what was done to it: a read costs a
-look at the end of the file, a write one appended record. The layers, from the bytes up:
+Every process keeps a replica of the store in memory, and the file holds the log of changes: a read checks the end of
+the file for new records, a write appends one record. The layers, from the bytes up:
 
-    core/log.py        records as checked frames         core/replica.py    what a record does to an engine
-    store/filelog.py   the file and its locks            store/follower.py  a replica that follows a log
-    store/filehub.py   what the threads of a process share of it            store/file.py  one handle
+    filestore/log_format.py    records in checksummed frames
+    filestore/log_file.py      the file and its locks
+    filestore/replica.py       the effect of a record on an engine
+    filestore/follower.py      a replica that follows a log
+    filestore/shared_file.py   the part that the threads of a process share
+    store/file.py              one handle
 
-A handle is a member: `clone()` is another, and so is a handle that is used in a forked child. Leases and arrivals at
-barriers belong to a member, and end when it is closed or its process dies, however it dies.
+A handle is a member: `clone()` creates another, and so does the first use of a handle in a forked child. Leases and
+arrivals at barriers belong to a member, and end when it is closed or its process dies in any way.
 
-The first to come to a file whose members are all gone starts it afresh: what a dead run left is not obeyed. The last to
-close removes the file. So does, as in PyTorch, the last that is dropped unclosed, also at the end of its process, if it
-was given a world size; without one the file stays, as it does after a process that was killed.
+The first member to open a file whose members are all gone resets it: the state of a dead run is discarded. The last
+member to close removes the file. As in PyTorch, so does the last handle that is dropped without `close`, also at the
+end of its process, if it has a world size; without one the file stays, as it does after a process was killed.
 
-Items of a queue go to the threads of one process in the order in which they asked; between processes, to whoever looks
-first. Rejected: keeping that order in the log; an item would wait for a taker that hangs.
+Queue items go to the threads of one process in FIFO order; between processes, to the first that polls. Rejected:
+keeping that order in the log; an item would wait for a consumer that hangs.
 """
 
 from __future__ import annotations
@@ -24,24 +27,24 @@ import os
 from typing import Any, cast
 
 from rallypoint.core import ops
-from rallypoint.core import replica as effects
 from rallypoint.core.records import Event, Statistics, TimedOut, Waiter
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectionLost, StoreClosed, Unsupported
+from rallypoint.filestore import replica as effects
+from rallypoint.filestore.follower import ReplicaWaiter
+from rallypoint.filestore.shared_file import SharedFile, open_shared
 from rallypoint.store.base import Backend, Feed, Store
-from rallypoint.store.filehub import Hub, join
-from rallypoint.store.follower import Seat
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
 __all__ = ["FileBackend", "FileStore"]
 
-GRACE_S = 1.0  # how long a call tries to lock the file, however short its timeout
+GRACE_S = 1.0  # minimum time to try to lock the file, however short the call's timeout
 
 
 class FileBackend(Backend):
-    """One member of the store in a file. `timeout_s` bounds how long it tries to lock the file."""
+    """One member of the store in a file. `timeout_s` limits how long it tries to lock the file."""
 
-    _closed = True  # until it has joined
+    _closed = True  # until it is a member
 
     def __init__(self, path: str, timeout_s: float = DEFAULT_TIMEOUT_S, tidy: bool = False) -> None:
         self.path = os.path.abspath(path)
@@ -49,46 +52,46 @@ class FileBackend(Backend):
         self.timeout_s = timeout_s
         self._arrivals = 0
         self._tidy = tidy
-        self._hub, self._member = join(self.path, Deadline(timeout_s), tidy)
+        self._shared, self._member = open_shared(self.path, Deadline(timeout_s), tidy)
         self._closed = False
 
     def __del__(self) -> None:
         if not self._closed:
-            self._hub.dropped.append(self._member)
+            self._shared.dropped.append(self._member)
 
     def execute(self, op: ops.Op) -> Any:
         if not op.changes:
             return self._read(op)
-        if isinstance(op, ops.Take):
+        if isinstance(op, ops.BlockingPop):
             return self._take(op)
         if isinstance(op, ops.Arrive):
             return self._arrive(op)
-        if isinstance(op, ops.Lease) and op.ttl_s:
-            why = "the lock of a process that is only stopped is held by the kernel all the same"
+        if isinstance(op, ops.SetLease) and op.ttl_s:
+            why = "a stopped process keeps its lock on the file, so it cannot be detected"
             raise Unsupported(operation="lease with a heartbeat", store=self.name, why=why)
-        hub = self._here()
-        with hub.lock:
+        shared = self._here()
+        with shared.lock:
             self._check_open()
-            hub.sweep()
-            return hub.exclusively(lambda log: log.execute(op, self._member), _patient(Deadline(self.timeout_s)))
+            shared.sweep()
+            return shared.exclusively(lambda log: log.execute(op, self._member), _patient(Deadline(self.timeout_s)))
 
     def watch(self, prefix: bytes) -> Feed:
         return _FileFeed(self, prefix)
 
     def clone(self) -> FileBackend:
         self._check_open()
-        member = self._here().admit()
+        member = self._here().add_member()
         if member is None:
             raise StoreClosed(store=self.name)
-        twin = FileBackend.__new__(FileBackend)
-        twin.__dict__.update(self.__dict__, _member=member)
-        return twin
+        handle = FileBackend.__new__(FileBackend)
+        handle.__dict__.update(self.__dict__, _member=member)
+        return handle
 
     def close(self) -> None:
-        with self._hub.lock:
+        with self._shared.lock:
             was_open, self._closed = not self._closed, True
-            if was_open and self._hub.pid == os.getpid():  # else it is the parent's, and was never used in this child
-                self._hub.dismiss(self._member, self)
+            if was_open and self._shared.pid == os.getpid():  # else it is the parent's, unused in this child
+                self._shared.remove_member(self._member, self)
 
     # Inside
 
@@ -96,64 +99,68 @@ class FileBackend(Backend):
         if self._closed:
             raise StoreClosed(store=self.name)
 
-    def _here(self) -> Hub:
-        """Return the hub of this process; in a forked child, join first."""
-        if self._hub.pid != os.getpid() and not self._closed:
-            with self._hub.lock:
-                if self._hub.pid != os.getpid():
-                    self._hub, self._member = join(self.path, Deadline(self.timeout_s), self._tidy)
-        return self._hub
+    def _here(self) -> SharedFile:
+        """Return the shared file of this process; in a forked child, join it first."""
+        if self._shared.pid != os.getpid() and not self._closed:
+            with self._shared.lock:
+                if self._shared.pid != os.getpid():
+                    self._shared, self._member = open_shared(self.path, Deadline(self.timeout_s), self._tidy)
+        return self._shared
 
-    def _look(self, hub: Hub, deadline: Deadline) -> None:
+    def _look(self, shared: SharedFile, deadline: Deadline) -> None:
         self._check_open()
-        hub.sweep()
-        hub.look(_patient(deadline))
+        shared.sweep()
+        shared.look(_patient(deadline))
         self._check_open()
 
     def _read(self, op: ops.Op) -> Any:
-        hub, seat = self._here(), Seat(self, op)
+        shared, waiter = self._here(), ReplicaWaiter(self, op)
         deadline = Deadline(getattr(op, "timeout_s", self.timeout_s))
-        with hub.lock:
-            self._look(hub, deadline)
+        with shared.lock:
+            self._look(shared, deadline)
             try:
-                hub.follower.sit(seat)
-                if hub.rest(lambda: seat.answers, self._check_open, deadline):
-                    return seat.answers.popleft()
-                assert isinstance(seat.held, Waiter)
-                return hub.replica.expire(seat.held)
+                shared.follower.add_waiter(waiter)
+                if shared.wait_for(lambda: waiter.answers, self._check_open, deadline):
+                    return waiter.answers.popleft()
+                assert isinstance(waiter.handle, Waiter)
+                return shared.replica.expire(waiter.handle)
             finally:
-                hub.follower.rise(seat)
+                shared.follower.remove_waiter(waiter)
 
-    def _take(self, op: ops.Take) -> bytes | TimedOut:
-        deadline, hub, me = Deadline(op.timeout_s), self._here(), object()
-        with hub.lock:
-            self._look(hub, deadline)
+    def _take(self, op: ops.BlockingPop) -> bytes | TimedOut:
+        deadline, shared, me = Deadline(op.timeout_s), self._here(), object()
+        with shared.lock:
+            self._look(shared, deadline)
             try:
-                hub.line[me] = op.key
-                while hub.rest(lambda: hub.is_turn_of(me), self._check_open, deadline):
-                    item = hub.exclusively(lambda log: log.execute(ops.Pop(0, op.key), 0), _patient(deadline))
+                shared.line[me] = op.key
+                while shared.wait_for(lambda: shared.is_turn_of(me), self._check_open, deadline):
+                    item = shared.exclusively(lambda log: log.execute(ops.Pop(0, op.key), 0), _patient(deadline))
                     if item is not None:
                         return bytes(item)
                 return TimedOut((op.key,))
             finally:
-                hub.line.pop(me, None)
-                hub.changed.notify_all()
+                shared.line.pop(me, None)
+                shared.changed.notify_all()
 
     def _arrive(self, op: ops.Arrive) -> TimedOut | None:
-        deadline, hub = Deadline(op.timeout_s), self._here()
-        with hub.lock:
+        deadline, shared = Deadline(op.timeout_s), self._here()
+        with shared.lock:
             self._check_open()
             self._arrivals += 1
             ticket = (self._member, self._arrivals)
             try:
-                hub.exclusively(lambda log: log.arrive(effects.Arrive(op.key, op.size, *ticket)), _patient(deadline))
-                hub.rest(lambda: self._closed or ticket not in hub.replica.arrivals, self._check_open, deadline)
+                shared.exclusively(
+                    lambda log: log.arrive(effects.ArriveEffect(op.key, op.size, *ticket)), _patient(deadline)
+                )
+                shared.wait_for(
+                    lambda: self._closed or ticket not in shared.replica.arrivals, self._check_open, deadline
+                )
             finally:
-                waiting = not self._closed and ticket in hub.replica.arrivals
-                gave_up = waiting and hub.exclusively(lambda log: log.withdraw(ticket), Deadline(GRACE_S))
+                waiting = not self._closed and ticket in shared.replica.arrivals
+                gave_up = waiting and shared.exclusively(lambda log: log.withdraw(ticket), Deadline(GRACE_S))
             self._check_open()
-            if self._member not in hub.replica.owners:
-                why = "its lock on the file was lost, and another process took it for dead"
+            if self._member not in shared.replica.owners:
+                why = "its lock on the file was lost, and another process considered it dead"
                 raise ConnectionLost(peer=self.name, operation="barrier", why=why)
             return TimedOut((op.key,)) if gave_up else None
 
@@ -162,27 +169,27 @@ class _FileFeed(Feed):
     def __init__(self, backend: FileBackend, prefix: bytes) -> None:
         self._backend = backend
         self._closed = False
-        self._seat = Seat(backend, ops.Watch(0, prefix))
-        hub = backend._here()
-        with hub.lock:
-            backend._look(hub, Deadline(backend.timeout_s))
-            hub.follower.sit(self._seat)
+        self._waiter = ReplicaWaiter(backend, ops.WatchPrefix(0, prefix))
+        shared = backend._here()
+        with shared.lock:
+            backend._look(shared, Deadline(backend.timeout_s))
+            shared.follower.add_waiter(self._waiter)
 
     def next(self, deadline: Deadline) -> Event | TimedOut:
-        hub, seat = self._backend._here(), self._seat
-        with hub.lock:
-            if not seat.answers:
+        shared, waiter = self._backend._here(), self._waiter
+        with shared.lock:
+            if not waiter.answers:
                 self._check_open()
-                hub.follower.sit(seat)  # in a forked child, this is another hub
-                if not hub.rest(lambda: seat.answers, self._check_open, deadline):
+                shared.follower.add_waiter(waiter)  # in a forked child, this is another SharedFile
+                if not shared.wait_for(lambda: waiter.answers, self._check_open, deadline):
                     return TimedOut(())
-            return cast(Event, seat.answers.popleft())
+            return cast(Event, waiter.answers.popleft())
 
     def close(self) -> None:
-        with self._backend._hub.lock:
+        with self._backend._shared.lock:
             self._closed = True
-            self._backend._hub.follower.rise(self._seat)
-            self._backend._hub.changed.notify_all()
+            self._backend._shared.follower.remove_waiter(self._waiter)
+            self._backend._shared.changed.notify_all()
 
     def _check_open(self) -> None:
         self._backend._check_open()
@@ -191,12 +198,12 @@ class _FileFeed(Feed):
 
 
 class FileStore(Store):
-    """A store in a file that all its processes see, on one machine or on several that share a file system.
+    """A store in a file shared by its processes, on one machine or on several that share a file system.
 
-    An empty or missing file is a new store. Who is here is known by locks on the file. A `world_size` (0 or more) says
-    that the file is to go with the last handle also where that is dropped, not closed. Raises OSError that names the
-    path (DiskFull where the file cannot grow), CorruptFile for a file that no FileStore wrote, and StoreTimeout where
-    another process keeps the file locked for longer than `timeout`.
+    An empty or missing file is a new store. Locks on the file show which members are alive. With a `world_size` (0 or
+    more), the file is removed with the last handle even if that is dropped, not closed. Raises OSError, which names the
+    path (DiskFull if the file cannot grow), CorruptFile for a file that no FileStore wrote, and StoreTimeout if another
+    process keeps the file locked for longer than `timeout`.
     """
 
     def __init__(
@@ -212,16 +219,16 @@ class FileStore(Store):
         return self._path
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set how long blocking calls of this handle wait where they are not told, and all of them for the file."""
+        """Set the default timeout of this handle's blocking calls, and the timeout of every call for the file lock."""
         super().set_timeout(timeout)
         self._file.timeout_s = self._timeout_s
 
     def statistics(self) -> Statistics:
-        """Count what the store holds now. Arrivals at barriers are everyone's, waits and watches this process's."""
-        hub = self._file._here()
-        with hub.lock:
-            self._file._look(hub, Deadline(self._timeout_s))
-            return hub.replica.statistics()
+        """Count what the store holds now. Barrier arrivals are those of all processes, waits and watches only ours."""
+        shared = self._file._here()
+        with shared.lock:
+            self._file._look(shared, Deadline(self._timeout_s))
+            return shared.replica.statistics()
 
     @property
     def _file(self) -> FileBackend:

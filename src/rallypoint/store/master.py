@@ -1,17 +1,17 @@
-"""The master's server: start one, share one, or say who is in the way.
+"""The master's server: start one, share one, or report the owner of the port.
 
-A port that is taken is asked who has it. Our servers and PyTorch's both answer our greeting, each in its own way; one
-that stays silent is asked in HTTP too, on another connection. What this finds out is said in `AddressTaken`, and so is
-what it could not find out: a server that is stopped looks like a listener that never answers.
+If the port is taken, we identify its owner. Our servers and PyTorch's both reply to our greeting, each in its own way;
+an owner that stays silent also gets an HTTP request, on another connection. `AddressTaken` reports the result, and also
+when there is none: a stopped server looks like a listener that never replies.
 
-With `multi_tenant` a server of ours is shared. One that is just starting does not answer yet, though the kernel takes
-its callers: two masters may start at the same moment, and one of them has the port. So the other waits for an answer
-as long as a server may take to start, within its own timeout. One that is just ending hangs up or refuses: then the
-port is tried again for a moment.
+With `multi_tenant`, a rallypoint server at the port is shared. A server that is still starting does not reply yet,
+though the kernel accepts its connections: two masters may start at the same moment, and one of them gets the port. So
+the other waits for a reply as long as a server may take to start, within its own timeout. A server that is ending hangs
+up or refuses: then we retry the port for a moment.
 
-A launcher that serves the store of its workers says so in their environment, by PyTorch's names. As in PyTorch, that
-changes nothing until a master finds the launcher's own port taken: then it is a client there (`become`). Rejected: to
-be a client without trying; where that launcher is gone, nobody would serve.
+A launcher that serves the store of its workers announces that in their environment, by PyTorch's names. As in PyTorch,
+this matters only if a master finds the launcher's own port taken: then it becomes a client there (`become`). Rejected:
+becoming a client without trying the port; if the launcher is gone, there would be no server.
 """
 
 from __future__ import annotations
@@ -31,36 +31,42 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from rallypoint import net
 from rallypoint.deadline import Deadline
 from rallypoint.errors import AddressTaken
+from rallypoint.protocol import BadMessage
+from rallypoint.protocol.challenge import OURS
 from rallypoint.protocol.native import ACCEPTED, PREFACE
+from rallypoint.security.client_security import ClientSecurity
+from rallypoint.security.http_client import open_http
 
 if TYPE_CHECKING:
-    from rallypoint.spawn import Server
+    from rallypoint.process.spawn import Server
 
-__all__ = ["Holder", "ask_who", "become", "serve"]
+__all__ = ["PortHolder", "identify_holder", "become", "serve"]
 
 PROBE_S = 1.0
-"""How long whoever has a port may take to say who it is."""
+"""How long the owner of a port may take to identify itself."""
 
 START_S = 30.0
-"""How long a server that is to be shared may take to answer, for it may be just starting."""
+"""How long a server to be shared may take to reply: it may still be starting."""
 
 SILENCE_S = 0.3
-"""How long a greeting may stay unanswered before the same is asked in HTTP."""
+"""How long to wait for a reply to the greeting before trying HTTP."""
 
 PAUSE_S = 0.05
 ABOUT_BYTES = 16 * 1024
 
-_TRUE = frozenset(("1", "t", "true", "y", "yes"))  # what PyTorch's C++ takes for true in an environment variable
+_TRUE = frozenset(("1", "t", "true", "y", "yes"))  # true in an environment variable for PyTorch's C++
 _ABOUT = b"GET /about HTTP/1.0\r\n\r\n"
-_tenants: weakref.WeakValueDictionary[tuple[tuple[str, ...], int], Server] = weakref.WeakValueDictionary()
-_tenants_lock = threading.Lock()
+_shared_servers: weakref.WeakValueDictionary[tuple[tuple[str, ...], int], Server] = weakref.WeakValueDictionary()
+_shared_lock = threading.Lock()
 
 
-def become(host: str, port: int, multi_tenant: bool, fd: int | None, deadline: Deadline) -> tuple[bool, Server | None]:
-    """Serve as a master; return (True, what `serve` returns), or (False, None) for a client of the launcher's store."""
+def become(
+    host: str, port: int, multi_tenant: bool, fd: int | None, deadline: Deadline, security: ClientSecurity
+) -> tuple[bool, Server | None]:
+    """Serve as a master; return (True, result of `serve`), or (False, None) for a client of the launcher's store."""
     launchers = _is_launchers(port)
     try:
-        server = serve(host, port, multi_tenant, fd, deadline)
+        server = serve(host, port, multi_tenant, fd, deadline, security)
     except AddressTaken:
         if not launchers:
             raise
@@ -69,7 +75,7 @@ def become(host: str, port: int, multi_tenant: bool, fd: int | None, deadline: D
 
 
 def _is_launchers(port: int) -> bool:
-    """Return whether the environment says that a launcher serves a store at this port."""
+    """Return whether the environment announces a launcher's store at this port."""
     told = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "").strip().lower()
     return told in _TRUE and os.environ.get("MASTER_PORT", "").strip() == str(port)
 
@@ -80,29 +86,30 @@ def serve(
     multi_tenant: bool,
     fd: int | None,
     deadline: Deadline,
+    security: ClientSecurity,
     outlive_s: float | None = None,
     data_dir: str | None = None,
 ) -> Server | None:
-    """Start a server child, or share one: that of this process, which ends with its last user, or (None) another's.
+    """Start a server child, or share one: this process's, which ends with its last user, or (None) another process's.
 
-    Raises AddressTaken, with who has the port.
+    Raises AddressTaken, which names the owner of the port.
     """
     hosts = (host,) if isinstance(host, str) else tuple(host)
     if fd is not None or port == 0:
-        return _start(hosts, port, multi_tenant, fd, outlive_s, data_dir)
+        return _start(hosts, port, multi_tenant, fd, security, outlive_s, data_dir)
     patience = Deadline(min(deadline.timeout_s, START_S) if multi_tenant else PROBE_S)
     moment = Deadline(min(deadline.timeout_s, PROBE_S))
-    holder: Holder | None = None
+    holder: PortHolder | None = None
     while True:
         last = moment.expired()
         try:
-            return _start(hosts, port, multi_tenant, None, outlive_s, data_dir)
+            return _start(hosts, port, multi_tenant, None, security, outlive_s, data_dir)
         except AddressTaken as error:
             if not isinstance(error.__cause__, OSError) or error.__cause__.errno != errno.EADDRINUSE:
                 raise
             taken = error
         if holder is None or not patience.expired():
-            holder = ask_who(net.parse_endpoint(taken.address, port), patience)
+            holder = identify_holder(net.parse_endpoint(taken.address, port), patience, security)
         if holder.ours and multi_tenant:
             return None
         if not multi_tenant or holder.ours is not None or patience.expired() or last:
@@ -116,30 +123,32 @@ def _start(
     port: int,
     multi_tenant: bool,
     fd: int | None,
+    security: ClientSecurity,
     outlive_s: float | None,
     data_dir: str | None,
 ) -> Server:
-    from rallypoint.spawn import Server
+    from rallypoint.process.spawn import Server
 
-    with _tenants_lock:
-        server = _tenants.get((hosts, port)) if multi_tenant else None
+    with _shared_lock:
+        server = _shared_servers.get((hosts, port)) if multi_tenant else None
         if server is None or not server.running():
-            server = Server(hosts, port, fd=fd, outlive=outlive_s, data_dir=data_dir)
+            known = security.credentials
+            server = Server(hosts, port, fd=fd, outlive=outlive_s, data_dir=data_dir, credentials=known)
             if multi_tenant:
-                _tenants[hosts, server.port] = server
+                _shared_servers[hosts, server.port] = server
         return server
 
 
-class Holder(NamedTuple):
-    """Who has a port: one of ours, somebody else, or (None) that cannot be said; and the same in words."""
+class PortHolder(NamedTuple):
+    """The owner of a port: a rallypoint server, another program, or (None) unknown; and a description of it."""
 
     ours: bool | None
     words: str
     pid: int | None = None
 
 
-def ask_who(endpoint: net.Endpoint, deadline: Deadline) -> Holder:
-    """Ask whoever listens at an address who that is; return within the deadline, and for ours `PROBE_S` more."""
+def identify_holder(endpoint: net.Endpoint, deadline: Deadline, security: ClientSecurity | None = None) -> PortHolder:
+    """Identify the listener at an address; return within the deadline, or `PROBE_S` later for a rallypoint server."""
     answer: tuple[socket.socket, bytes] | None = None
     silent: list[Any] = [endpoint]
     with contextlib.ExitStack() as stack:
@@ -150,19 +159,20 @@ def ask_who(endpoint: net.Endpoint, deadline: Deadline) -> Holder:
                 asked = stack.enter_context(_sent(endpoint, _ABOUT, deadline))
                 answer, silent = _answer([*silent, asked], deadline.remaining())
         except TimeoutError:
-            pass  # silent, too
+            pass  # no reply either
         except OSError as error:
-            return Holder(None, f"and who has it could not be asked: {error.strerror or error}")
+            return PortHolder(None, f"owner unknown: {error.strerror or error}")
     if answer:
-        return _judge(endpoint, answer[0] is greeted, answer[1])
+        return _judge(endpoint, answer[0] is greeted, answer[1], security or ClientSecurity())
     if silent:
-        why = f"did not answer a greeting within {deadline.timeout_s:g} s: it is not one of ours, or is stopped"
-        return Holder(None, f"by what {why}, or not up yet")
-    return Holder(None, "by what hung up on a greeting: it is not one of ours, or takes no more connections")
+        why = f"did not reply to a greeting within {deadline.timeout_s:g} s: another program"
+        return PortHolder(None, f"by a process that {why}, or a server that is stopped or still starting")
+    why = "closed the connection on a greeting: another program, or a server at its connection limit"
+    return PortHolder(None, f"by a process that {why}")
 
 
 def _answer(sockets: list[socket.socket], within_s: float) -> tuple[tuple[socket.socket, bytes] | None, list[Any]]:
-    """Return who answers first, and its first bytes, else None; and who neither answered nor hung up."""
+    """Return the first socket with a reply and its first bytes, or None; and the sockets still open without a reply."""
     deadline = Deadline(within_s)
     with selectors.DefaultSelector() as ready:
         for sock in sockets:
@@ -180,7 +190,7 @@ def _answer(sockets: list[socket.socket], within_s: float) -> tuple[tuple[socket
 
 
 def _read(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
-    """Read so many bytes, or what there is when the other side hangs up or the time is over."""
+    """Read `size` bytes, or fewer if the peer hangs up or the deadline passes."""
     data = b""
     with contextlib.suppress(OSError):
         while len(data) < size:
@@ -191,31 +201,33 @@ def _read(sock: socket.socket, size: int, deadline: Deadline) -> bytes:
     return data
 
 
-def _judge(endpoint: net.Endpoint, greeted: bool, answer: bytes) -> Holder:
-    """Say who answered so, to our greeting or else to HTTP."""
+def _judge(endpoint: net.Endpoint, greeted: bool, answer: bytes, security: ClientSecurity) -> PortHolder:
+    """Return the owner of the port, by its reply to our greeting or else to HTTP."""
     if greeted and answer == PREFACE[-len(ACCEPTED) :]:
-        return Holder(False, "not by one of ours: a PyTorch server answers there")
-    if (greeted and answer == ACCEPTED) or (not greeted and answer == b"HTTP"):
-        facts = _about(endpoint)
+        return PortHolder(False, "by a PyTorch server")
+    if (greeted and answer.startswith(OURS)) or (not greeted and answer == b"HTTP"):
+        facts = _about(endpoint, security)
         version, pid = facts.get("version"), facts.get("pid")
         if facts.get("server") == "rallypoint" and isinstance(pid, int):
-            return Holder(True, f"by a rallypoint server {version}", pid)
+            return PortHolder(True, f"by a rallypoint server {version}", pid)
         if greeted:
-            return Holder(True, f"by a rallypoint server, which did not tell its pid within {PROBE_S:g} s")
-    return Holder(False, f"not by one of ours: it answered {'a greeting' if greeted else 'HTTP'} with {answer!r}")
+            return PortHolder(True, f"by a rallypoint server, which did not report its pid within {PROBE_S:g} s")
+    return PortHolder(False, f"by another program, which replied {answer!r} to {'a greeting' if greeted else 'HTTP'}")
 
 
-def _about(endpoint: net.Endpoint) -> dict[str, object]:
-    """Return what a server of ours says of itself in HTTP; nothing where it does not in time."""
+def _about(endpoint: net.Endpoint, security: ClientSecurity) -> dict[str, object]:
+    """Return the facts that a rallypoint server reports over HTTP; empty if it does not, or not to us, or too late."""
     deadline = Deadline(PROBE_S)
-    with contextlib.suppress(OSError, ValueError), _sent(endpoint, _ABOUT, deadline) as sock:
+    with contextlib.suppress(OSError, ValueError, BadMessage), _sent(endpoint, b"", deadline) as sock:
+        open_http(sock, security, deadline)
+        sock.sendall(_ABOUT)
         facts = json.loads(_read(sock, ABOUT_BYTES, deadline).partition(b"\r\n\r\n")[2])
         return facts if isinstance(facts, dict) else {}
     return {}
 
 
 def _sent(endpoint: net.Endpoint, data: bytes, deadline: Deadline) -> socket.socket:
-    """Connect, once, and send a few bytes."""
+    """Connect in one attempt, and send a few bytes."""
     sock = socket.create_connection(endpoint, max(deadline.remaining(), 0.001))
     try:
         if sock.getsockname() == sock.getpeername():

@@ -1,7 +1,7 @@
-"""HashStore: the engine behind a lock, for the threads of one process.
+"""HashStore: an engine behind a lock, for the threads of one process.
 
-A `Hub` is the shared part; every handle (a clone) is a session of its own on it, so leases belong to a handle. A call
-that must wait sleeps on a `_Seat`, kept by its operation's number, until another thread's call wakes it.
+The handles (clones) of a store share a `SharedEngine`; each is its own session there, so leases belong to a handle. A
+call that must wait sleeps on a `_Waiter`, stored by the number of its operation, until another thread's call wakes it.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from rallypoint.errors import StoreClosed
 from rallypoint.store.base import Backend, Feed, Store
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
-__all__ = ["HashStore", "Hub", "MemoryBackend"]
+__all__ = ["HashStore", "SharedEngine", "MemoryBackend"]
 
 
-class _Seat:
-    """Where one thread waits for answers: a queue of them, and a lock that is open when there may be one."""
+class _Waiter:
+    """A queue of answers for one waiting thread, and a semaphore that counts them."""
 
     def __init__(self) -> None:
         self.answers: deque[Answer | StoreClosed] = deque()
-        self._bell = threading.Semaphore(0)
+        self._wakeup = threading.Semaphore(0)
 
-    def give(self, answer: Answer | StoreClosed) -> None:
+    def deliver(self, answer: Answer | StoreClosed) -> None:
         self.answers.append(answer)
-        self._bell.release()
+        self._wakeup.release()
 
     def wait(self, deadline: Deadline) -> bool:
-        return self._bell.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX))
+        return self._wakeup.acquire(timeout=min(deadline.remaining(), threading.TIMEOUT_MAX))
 
 
-class Hub:
+class SharedEngine:
     """An engine shared by the threads of this process."""
 
     def __init__(self) -> None:
@@ -45,20 +45,20 @@ class Hub:
         self.engine = Engine()
 
     def deliver(self) -> None:
-        """Hand out what the engine has for others; the lock is held."""
+        """Deliver the engine's pending answers; the lock is held."""
         for handle, answer in self.engine.take():
             assert isinstance(handle.owner, MemoryBackend)
-            handle.owner._seats[handle.number].give(answer)
+            handle.owner._waiters[handle.number].deliver(answer)
 
 
 class MemoryBackend(Backend):
-    """One session on a hub."""
+    """One session on a shared engine."""
 
-    def __init__(self, hub: Hub) -> None:
+    def __init__(self, hub: SharedEngine) -> None:
         self.name = f"memory://{id(hub):x}"
         self.hub = hub
         self._numbers = itertools.count(1)
-        self._seats: dict[int, _Seat] = {}
+        self._waiters: dict[int, _Waiter] = {}
         self._closed = False
 
     def execute(self, op: ops.Op) -> Any:
@@ -69,7 +69,7 @@ class MemoryBackend(Backend):
             self.hub.deliver()
             if not isinstance(answer, Waiter):
                 return answer
-            self._seats[op.number] = _Seat()
+            self._waiters[op.number] = _Waiter()
         return self._wait(answer, Deadline(getattr(op, "timeout_s", 0.0)))
 
     def watch(self, prefix: bytes) -> Feed:
@@ -83,8 +83,8 @@ class MemoryBackend(Backend):
             self._closed = True
             self.hub.engine.end(self)
             self.hub.deliver()
-            for seat in self._seats.values():
-                seat.give(StoreClosed(store=self.name))
+            for own_waiter in self._waiters.values():
+                own_waiter.deliver(StoreClosed(store=self.name))
 
     # Inside
 
@@ -93,25 +93,25 @@ class MemoryBackend(Backend):
             raise StoreClosed(store=self.name)
 
     def _wait(self, waiter: Waiter, deadline: Deadline) -> Any:
-        hub, seat = self.hub, self._seats[waiter.number]
+        hub, own_waiter = self.hub, self._waiters[waiter.number]
         try:
-            if not seat.wait(deadline):
+            if not own_waiter.wait(deadline):
                 with hub.lock:
                     timed_out = hub.engine.expire(waiter)
                     hub.deliver()
                 if timed_out is not None:
                     return timed_out
-            answer = seat.answers[0]
-        except BaseException:  # Ctrl-C: nobody takes the answer any more
+            answer = own_waiter.answers[0]
+        except BaseException:  # Ctrl-C: no caller is left for the answer
             with hub.lock:
                 hub.engine.drop(waiter)
-                if seat.answers and isinstance(seat.answers[0], bytes):
-                    hub.engine.push(waiter.keys[0], seat.answers[0], front=True)
+                if own_waiter.answers and isinstance(own_waiter.answers[0], bytes):
+                    hub.engine.push(waiter.keys[0], own_waiter.answers[0], front=True)
                 hub.deliver()
             raise
         finally:
             with hub.lock:
-                del self._seats[waiter.number]
+                del self._waiters[waiter.number]
         if isinstance(answer, StoreClosed):
             raise answer
         return answer
@@ -120,18 +120,18 @@ class MemoryBackend(Backend):
 class _MemoryFeed(Feed):
     def __init__(self, backend: MemoryBackend, prefix: bytes) -> None:
         self._backend = backend
-        self._seat = _Seat()
+        self._waiter = _Waiter()
         with backend.hub.lock:
             backend._check_open()
             self._watch = backend.hub.engine.watch(prefix, backend, next(backend._numbers))
-            backend._seats[self._watch.number] = self._seat
+            backend._waiters[self._watch.number] = self._waiter
 
     def next(self, deadline: Deadline) -> Event | TimedOut:
-        if not self._seat.wait(deadline):
+        if not self._waiter.wait(deadline):
             return TimedOut(())
-        answer = self._seat.answers.popleft()
+        answer = self._waiter.answers.popleft()
         if isinstance(answer, StoreClosed):
-            self._seat.give(answer)  # for whoever asks next
+            self._waiter.deliver(answer)  # for the next call
             raise answer
         assert isinstance(answer, Event)
         return answer
@@ -139,15 +139,15 @@ class _MemoryFeed(Feed):
     def close(self) -> None:
         with self._backend.hub.lock:
             self._backend.hub.engine.drop(self._watch)
-            self._backend._seats.pop(self._watch.number, None)
-        self._seat.give(StoreClosed(store=self._backend.name))
+            self._backend._waiters.pop(self._watch.number, None)
+        self._waiter.deliver(StoreClosed(store=self._backend.name))
 
 
 class HashStore(Store):
-    """A store in this process, shared by its threads; every HashStore() is a new, empty one."""
+    """A store in this process, shared by its threads; every HashStore() is new and empty."""
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT_S) -> None:
-        super().__init__(MemoryBackend(Hub()), b"", timeout)
+        super().__init__(MemoryBackend(SharedEngine()), b"", timeout)
 
     def statistics(self) -> Statistics:
         """Count what the store holds now."""

@@ -1,14 +1,15 @@
-"""TCPStore: a client of a store server, and with `is_master` also the one who starts it.
+"""TCPStore: a client of a store server; with `is_master` it also starts the server.
 
-It says hello, and knows by the answer whom it met. With our server it has a session (`store/session.py`). With
-PyTorch's own it speaks PyTorch's protocol, through `TorchBackend`, which is the rest of this module:
+It sends a greeting and recognizes the server by the reply. On a rallypoint server it opens a session
+(`store/native_backend.py`). With PyTorch's server it speaks PyTorch's protocol, through `TorchBackend` below:
 
-Every call takes a connection from a small pool, so a thread that waits blocks nobody else. A call ends in one of
-three ways: with its answer, and the connection goes back; by the caller's own time-out or Ctrl-C, and at most that
-connection is dropped; or with `ConnectionLost`, and the store stays lost, because that protocol cannot tell a server
-that came back from one that forgot everything. Writes are confirmed, unlike those of PyTorch's client: a ping follows
-each in the same packet, and the server answers in order. An empty value is told from a missing key, which the
-protocol does not do (`_present`). What it has no words for (swap, leases, watches, delete_prefix) is `Unsupported`.
+Every call takes a connection from a small pool, so a waiting thread blocks no other. A call ends in one of three ways:
+with its reply, and the connection returns to the pool; by its timeout or Ctrl-C, and at most that connection is
+dropped; or with `ConnectionLost`, and the store stays lost, because the protocol cannot distinguish a server that is
+back from one that restarted without its data. Writes are confirmed, unlike those of PyTorch's client: a ping follows
+each write in the same packet, and the server replies in order. An empty value is distinguished from a missing key,
+which the protocol does not do (`_present`). Operations that it lacks (swap, leases, watches, delete_prefix) raise
+`Unsupported`.
 """
 
 from __future__ import annotations
@@ -23,30 +24,32 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from rallypoint import net
+from rallypoint.client.routing.dial import ForeignServer
+from rallypoint.client.routing.route import Route
+from rallypoint.client.torch_connection import PING, TorchConnection
 from rallypoint.core import ops
 from rallypoint.core.records import TimedOut, show
 from rallypoint.deadline import Deadline, Timeout, seconds
 from rallypoint.errors import ConnectFailed, ConnectionLost, NotAnInteger, StoreClosed, Unsupported, WorkersMissing
 from rallypoint.protocol.c10d import Opcode, encode
+from rallypoint.security.client_security import ClientSecurity
 from rallypoint.store.base import Backend, Store
-from rallypoint.store.dial import NotOurs
-from rallypoint.store.link import PING, Link
-from rallypoint.store.route import Route
-from rallypoint.store.session import SessionBackend
+from rallypoint.store.native_backend import NativeBackend
 from rallypoint.store.view import DEFAULT_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from rallypoint.spawn import Server
+    from rallypoint.process.spawn import Server
+    from rallypoint.security.credentials import Credentials
 
 __all__ = ["TCPStore", "reach"]
 
 DEFAULT_PORT = 29500
-IDLE_LINKS = 4
-LINK_S = 5.0
-"""How long to try for a further connection to a server that was there a moment ago."""
+IDLE_CONNECTIONS = 4
+CONNECTION_S = 5.0
+"""Timeout for a further connection to a server that was reachable a moment ago."""
 
-_PAUSE_S = (0.001, 0.05)  # between looks at what the protocol cannot wait for: the first pause, and the longest
-_INIT = b"init/"  # where clients count themselves; user keys start with a slash and never meet it
+_PAUSE_S = (0.001, 0.05)  # between polls of conditions that the protocol cannot wait for: first and longest pause
+_INIT = b"init/"  # the key where clients count themselves; user keys start with a slash and never collide with it
 
 
 class TorchBackend(Backend):
@@ -54,16 +57,17 @@ class TorchBackend(Backend):
 
     root = b"/"
 
-    def __init__(self, host: str, port: int, timeout_s: float) -> None:
+    def __init__(self, host: str, port: int, timeout_s: float, security: ClientSecurity) -> None:
         self.name = f"tcp://{net.Endpoint(host, port)}"
         self.host, self.port, self.timeout_s = host, port, timeout_s
+        self._security = security
         self._lock = threading.Lock()
-        self._idle: list[Link] = []
-        self._busy: set[Link] = set()
+        self._idle: list[TorchConnection] = []
+        self._busy: set[TorchConnection] = set()
         self._pid = os.getpid()
         self._closed = False
         self._lost: ConnectionLost | None = None
-        self._idle.append(Link(host, port, Deadline(timeout_s)))
+        self._idle.append(TorchConnection(host, port, Deadline(timeout_s), security))
 
     def execute(self, op: ops.Op) -> Any:
         if op.__class__ not in _EXECUTE:
@@ -71,9 +75,9 @@ class TorchBackend(Backend):
         return _EXECUTE[op.__class__](self, op, Deadline(getattr(op, "timeout_s", self.timeout_s)))
 
     def unsupported(self, operation: str) -> Unsupported:
-        return Unsupported(operation=operation, store=self.name, why="PyTorch's protocol has no words for it")
+        return Unsupported(operation=operation, store=self.name, why="PyTorch's protocol does not have it")
 
-    # Operations that are answered at once: `patience` is how long the server may take
+    # Operations that do not wait: `patience` is how long the server may take to reply
 
     def _add(self, op: ops.Add, patience: Deadline) -> int:
         try:
@@ -83,21 +87,24 @@ class TorchBackend(Backend):
 
     def _compare_set(self, op: ops.CompareSet, patience: Deadline) -> bytes:
         request = encode(Opcode.COMPARE_SET, op.key, op.expected, op.desired)
-        with self._link(op.verb, request, patience) as link:
-            return link.string(op.verb, patience)
+        with self._connection(op.verb, request, patience) as connection:
+            return connection.read_string(op.verb, patience)
 
     def _check(self, op: ops.Check, patience: Deadline) -> bool:
-        with self._link("check", encode(Opcode.CHECK, len(op.keys), *op.keys), patience) as link:
-            return link.take(1, "check", patience) == b"\0"
+        with self._connection("check", encode(Opcode.CHECK, len(op.keys), *op.keys), patience) as connection:
+            return connection.read_exactly(1, "check", patience) == b"\0"
 
     def _list(self, op: ops.List | ops.Count, patience: Deadline) -> list[bytes]:
-        with self._link("list_keys", encode(Opcode.LIST_KEYS), patience) as link:
-            keys = [link.string("list_keys", patience) for _ in range(link.integer("list_keys", patience))]
+        with self._connection("list_keys", encode(Opcode.LIST_KEYS), patience) as connection:
+            keys = [
+                connection.read_string("list_keys", patience)
+                for _ in range(connection.read_integer("list_keys", patience))
+            ]
         return sorted(key for key in keys if key.startswith(op.prefix))
 
     def _pop(self, op: ops.Pop, patience: Deadline) -> bytes | None:
-        with self._link("queue_pop", encode(Opcode.QUEUE_POP, op.key), patience) as link:
-            return self._item(link, patience)
+        with self._connection("queue_pop", encode(Opcode.QUEUE_POP, op.key), patience) as connection:
+            return self._item(connection, patience)
 
     # Operations that may wait, until the deadline
 
@@ -105,8 +112,8 @@ class TorchBackend(Backend):
         if deadline.expired() or not op.keys:
             return None if self.execute(ops.Check(0, op.keys)) else self._missing(op.keys)
         patience = self._patience(deadline)
-        with self._link("wait", encode(Opcode.WAIT, len(op.keys), *op.keys), patience) as link:
-            true = link.waited("wait", deadline, patience)
+        with self._connection("wait", encode(Opcode.WAIT, len(op.keys), *op.keys), patience) as connection:
+            true = connection.read_wait_result("wait", deadline, patience)
         return None if true else self._missing(op.keys)
 
     def _multi_get(self, op: ops.MultiGet, deadline: Deadline) -> list[bytes] | TimedOut:
@@ -120,7 +127,7 @@ class TorchBackend(Backend):
                 return values
         return TimedOut(tuple(empty))
 
-    def _take(self, op: ops.Take, deadline: Deadline) -> bytes | TimedOut:
+    def _take(self, op: ops.BlockingPop, deadline: Deadline) -> bytes | TimedOut:
         for _ in self._looks(deadline):
             item = self._wait_and_pop(op.key, deadline)
             if item is not None:
@@ -130,146 +137,151 @@ class TorchBackend(Backend):
     def _arrive(self, op: ops.Arrive, deadline: Deadline) -> TimedOut | None:
         patience = self._patience(deadline)
         try:
-            with self._link("barrier", encode(Opcode.BARRIER, op.key, op.size), patience) as link:
-                return None if link.waited("barrier", deadline, patience) else TimedOut((op.key,))
+            with self._connection("barrier", encode(Opcode.BARRIER, op.key, op.size), patience) as connection:
+                return None if connection.read_wait_result("barrier", deadline, patience) else TimedOut((op.key,))
         except ConnectionLost as error:
             raise self._why_not_counted(op.key, error) from None
 
     # The connections
 
     def clone(self) -> TorchBackend:
-        return TorchBackend(self.host, self.port, self.timeout_s)
+        return TorchBackend(self.host, self.port, self.timeout_s, self._security)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
-            self._hang_up()
+            self._close_connections()
 
     def __del__(self) -> None:
-        for link in self.__dict__.get("_idle", ()):
-            link.close()
+        for connection in self.__dict__.get("_idle", ()):
+            connection.close()
 
-    def _hang_up(self) -> None:
-        """Wake the calls under way and let go of the rest; the lock is held."""
-        for link in (*self._idle, *self._busy):
-            link.shut()
-        for link in self._idle:
-            link.close()
+    def _close_connections(self) -> None:
+        """Wake the calls in progress and close the idle connections; the lock is held."""
+        for connection in (*self._idle, *self._busy):
+            connection.shutdown()
+        for connection in self._idle:
+            connection.close()
         self._idle.clear()
 
     @contextlib.contextmanager
-    def _link(self, operation: str, request: bytes, patience: Deadline) -> Iterator[Link]:
-        """Send a request on a connection that is this call's own until its answer was read."""
-        link = self._borrow(operation)
+    def _connection(self, operation: str, request: bytes, patience: Deadline) -> Iterator[TorchConnection]:
+        """Send a request on a connection that belongs to this call until its reply has been read."""
+        connection = self._borrow(operation)
         try:
-            link.send(request, operation, patience)
-            yield link
+            connection.send(request, operation, patience)
+            yield connection
         except ConnectionLost as error:
-            self._drop(link)
+            self._drop(connection)
             self._judge(operation, error)
             raise
         except BaseException:
-            self._drop(link)
+            self._drop(connection)
             raise
         with self._lock:
-            self._busy.discard(link)
-            if not self._closed and len(self._idle) < IDLE_LINKS:
-                self._idle.append(link)
+            self._busy.discard(connection)
+            if not self._closed and len(self._idle) < IDLE_CONNECTIONS:
+                self._idle.append(connection)
                 return
-        link.close()
+        connection.close()
 
-    def _borrow(self, operation: str) -> Link:
+    def _borrow(self, operation: str) -> TorchConnection:
         if os.getpid() != self._pid:
             self._after_fork()
         with self._lock:
             self._refuse(operation)
             if self._idle:
-                link = self._idle.pop()
-                self._busy.add(link)
-                return link
-        link = Link(self.host, self.port, Deadline(min(self.timeout_s, LINK_S)))
+                connection = self._idle.pop()
+                self._busy.add(connection)
+                return connection
+        moment = Deadline(min(self.timeout_s, CONNECTION_S))
+        connection = TorchConnection(self.host, self.port, moment, self._security)
         with self._lock:
-            self._busy.add(link)
+            self._busy.add(connection)
         with self._lock:
-            self._refuse(operation)  # it may have been closed meanwhile, and nobody would wake us
-        return link
+            self._refuse(operation)  # it may have been closed meanwhile, and nothing would wake us
+        return connection
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, connection: TorchConnection) -> None:
         with self._lock:
-            self._busy.discard(link)
-        link.close()
+            self._busy.discard(connection)
+        connection.close()
 
     def _refuse(self, operation: str) -> None:
         """Raise if the store is closed or lost; the lock is held."""
         if self._closed:
             raise StoreClosed(store=self.name)
         if self._lost is not None:
-            why = f"it was lost before, during {self._lost.operation}: {self._lost.why}"
+            why = f"already lost during {self._lost.operation}: {self._lost.why}"
             raise ConnectionLost(peer=self._lost.peer, operation=operation, why=why)
 
     def _judge(self, operation: str, error: ConnectionLost) -> None:
-        """A lost connection ends the store. If the store was closed, that was the cause, so raise it instead."""
+        """Mark the store as lost. If it was closed, that was the cause, so raise StoreClosed instead."""
         with self._lock:
             if self._closed:
                 raise StoreClosed(store=self.name) from None
-            if operation not in ("add", "barrier"):  # which a server may refuse in this way: see _why_not_counted
+            if operation not in ("add", "barrier"):  # a server may refuse these in this way: see _why_not_counted
                 self._lost = error
-                self._hang_up()
+                self._close_connections()
 
     def _after_fork(self) -> None:
-        """In a forked child: leave the parent's connections to the parent, and open others when needed."""
+        """In a forked child: leave the connections to the parent, and open new ones when needed."""
         self._lock = threading.Lock()
         self._pid = os.getpid()
-        for link in (*self._idle, *self._busy):
-            link.close()
+        for connection in (*self._idle, *self._busy):
+            connection.close()
         self._idle, self._busy = [], set()
 
     # Requests
 
     def _patience(self, deadline: Deadline) -> Deadline:
-        """How long the server may take to answer, waiting included."""
+        """Return the deadline for the server's reply, waiting included."""
         return Deadline(deadline.remaining() + self.timeout_s)
 
     def _confirmed(self, op: ops.Op, request: bytes, patience: Deadline) -> None:
-        with self._link(op.verb, request + PING, patience) as link:
-            link.pong(op.verb, patience)
+        with self._connection(op.verb, request + PING, patience) as connection:
+            connection.read_pong(op.verb, patience)
 
     def _integer(self, op: ops.Op, request: bytes, patience: Deadline) -> int:
-        with self._link(op.verb, request, patience) as link:
-            return link.integer(op.verb, patience)
+        with self._connection(op.verb, request, patience) as connection:
+            return connection.read_integer(op.verb, patience)
 
     def _values(self, keys: Sequence[bytes]) -> list[bytes]:
         patience = Deadline(self.timeout_s)
         if len(keys) == 1:
-            with self._link("get", encode(Opcode.GET, *keys), patience) as link:
-                return [link.string("get", patience)]
-        with self._link("multi_get", encode(Opcode.MULTI_GET, len(keys), *keys), patience) as link:
-            return [link.string("multi_get", patience) for _ in keys]
+            with self._connection("get", encode(Opcode.GET, *keys), patience) as connection:
+                return [connection.read_string("get", patience)]
+        with self._connection("multi_get", encode(Opcode.MULTI_GET, len(keys), *keys), patience) as connection:
+            return [connection.read_string("multi_get", patience) for _ in keys]
 
-    def _item(self, link: Link, patience: Deadline) -> bytes | None:
-        return link.string("queue_pop", patience) if link.integer("queue_pop", patience) > 0 else None
+    def _item(self, connection: TorchConnection, patience: Deadline) -> bytes | None:
+        return (
+            connection.read_string("queue_pop", patience)
+            if connection.read_integer("queue_pop", patience) > 0
+            else None
+        )
 
     def _wait_and_pop(self, key: bytes, deadline: Deadline) -> bytes | None:
-        """Wait for a queue and pop, on one connection: our server keeps the item for the one it told."""
+        """Wait for a queue and pop, on one connection: our server reserves the item for the connection it woke."""
         if deadline.expired():
             item: bytes | None = self.execute(ops.Pop(0, key))
             return item
         patience = self._patience(deadline)
-        with self._link("queue_pop", encode(Opcode.WAIT, 1, key), patience) as link:
-            if not link.waited("queue_pop", deadline, patience):
+        with self._connection("queue_pop", encode(Opcode.WAIT, 1, key), patience) as connection:
+            if not connection.read_wait_result("queue_pop", deadline, patience):
                 return None
-            link.send(encode(Opcode.QUEUE_POP, key), "queue_pop", patience)
-            return self._item(link, patience)
+            connection.send(encode(Opcode.QUEUE_POP, key), "queue_pop", patience)
+            return self._item(connection, patience)
 
     def _present(self, keys: Sequence[bytes]) -> bool:
-        """Say whether all of these are keys: the server shows a missing key, or one of a queue only, as empty."""
+        """Return whether all of these keys exist: the server returns empty for a missing key or a mere queue."""
         return not set(keys).difference(self.execute(ops.List(0, b"")))
 
     def _missing(self, keys: Sequence[bytes]) -> TimedOut:
         return TimedOut(tuple(key for key in dict.fromkeys(keys) if not self.execute(ops.Check(0, [key]))))
 
     def _looks(self, deadline: Deadline) -> Iterator[None]:
-        """Look once, and again after growing pauses until the deadline."""
+        """Yield once, and again after growing pauses until the deadline."""
         pause_s, longest_s = _PAUSE_S
         yield
         while not deadline.expired():
@@ -278,7 +290,7 @@ class TorchBackend(Backend):
             yield
 
     def _why_not_counted(self, key: bytes, error: ConnectionLost) -> Exception:
-        """Find out whether the server hung up because the key is no number, for it does not say."""
+        """Return NotAnInteger if the key is not a number: the server hangs up then without a reason; else `error`."""
         try:
             value = self._values([key])[0] if self.execute(ops.Check(0, [key])) else b"0"
             if not -(2**63) <= int(value) < 2**63:
@@ -289,7 +301,7 @@ class TorchBackend(Backend):
             return error
         with self._lock:
             self._lost = error
-            self._hang_up()
+            self._close_connections()
         return error
 
 
@@ -312,41 +324,44 @@ _EXECUTE: dict[type[ops.Op], Callable[[TorchBackend, Any, Deadline], Any]] = {
     ops.List: TorchBackend._list,
     ops.Push: lambda self, op, by: self._confirmed(op, encode(Opcode.QUEUE_PUSH, op.key, op.value), by),
     ops.Pop: TorchBackend._pop,
-    ops.Take: TorchBackend._take,
+    ops.BlockingPop: TorchBackend._take,
     ops.QueueLen: lambda self, op, by: self._integer(op, encode(Opcode.QUEUE_LEN, op.key), by),
     ops.Arrive: TorchBackend._arrive,
 }
 
 
-def _backend(route: Route, timeout_s: float) -> TorchBackend | SessionBackend:
-    """Open a session with our server; PyTorch's, if it is the only one, is spoken to in its own protocol."""
+def _backend(route: Route, timeout_s: float) -> TorchBackend | NativeBackend:
+    """Open a session with a rallypoint server; a single address may also be PyTorch's server, with its protocol."""
     try:
-        return SessionBackend(route, timeout_s)
-    except NotOurs as answer:
+        return NativeBackend(route, timeout_s)
+    except ForeignServer as answer:
         answer.socket.close()
-        return TorchBackend(*route.endpoints[0], timeout_s)
+        return TorchBackend(*route.endpoints[0], timeout_s, route.security)
 
 
-def reach(endpoints: net.Endpoints, timeout_s: float) -> TCPStore:
-    """Return a client of a store that has several servers; of one, the same as TCPStore itself."""
+def reach(endpoints: net.Endpoints, timeout_s: float, security: ClientSecurity | None = None) -> TCPStore:
+    """Return a client of a store that has one or several servers."""
     store = TCPStore.__new__(TCPStore)
-    backend = _backend(Route.of(endpoints), timeout_s)
+    backend = _backend(Route.of(endpoints, security), timeout_s)
     Store.__init__(store, backend, backend.root, timeout_s)
     return store
 
 
 class TCPStore(Store):
-    """A store on a server: a client, and with `is_master` also the server, in a child process of its own.
+    """A store on a server: a client, and with `is_master` also the server, in a child process.
 
-    Takes PyTorch's arguments. The master's server listens on `host_name` alone, on `port` (0: a free one, see `port`)
-    or on the bound socket `master_listen_fd`, and ends with `close` or with this process. With `multi_tenant`, where a
-    rallypoint server has the port already, the master is a plain client of that one. With a `world_size` and
-    `wait_for_workers` the master returns once all have come, else raises WorkersMissing. Raises ConnectFailed when
-    nobody answers within `timeout`, AddressTaken, which says who has it, when the port is not free.
+    Takes PyTorch's arguments. The master's server listens only on `host_name`, on `port` (0: a free one, see `port`)
+    or on the bound socket `master_listen_fd`, and ends with `close` or with this process. With `multi_tenant`, if a
+    rallypoint server already has the port, the master is a plain client of it. With a `world_size` and
+    `wait_for_workers` the master returns once all clients have joined, or raises WorkersMissing. Raises ConnectFailed
+    if no server replies within `timeout`, and AddressTaken, which names the owner, if the port is not free.
 
-    A launcher that serves the store itself says so with TORCHELASTIC_USE_AGENT_STORE and MASTER_PORT. As in PyTorch, a
-    master that cannot listen on that very port is then a plain client of the launcher's store; on any other port it
-    starts a server of its own. `use_libuv` is accepted and kept as `libuvBackend`; there is only one kind of server.
+    A launcher that serves the store itself announces it with TORCHELASTIC_USE_AGENT_STORE and MASTER_PORT. As in
+    PyTorch, a master that cannot listen on that port is then a plain client of the launcher's store; on any other port
+    it starts its own server. `use_libuv` is accepted and kept as `libuvBackend`; there is only one kind of server.
+
+    `credentials` are the token and the files for TLS of both ends, by default those of the environment. Raises
+    AuthenticationFailed if one end does not accept those of the other.
     """
 
     _libuv = True
@@ -363,54 +378,57 @@ class TCPStore(Store):
         multi_tenant: bool = False,
         master_listen_fd: int | None = None,
         use_libuv: bool = True,
+        *,
+        credentials: Credentials | None = None,
     ) -> None:
         if world_size == 0:
-            raise ValueError("the world size of a TCPStore cannot be 0; leave it out where it is not known")
-        deadline = Deadline(timeout)
+            raise ValueError("the world size of a TCPStore cannot be 0; omit it if it is not known")
+        deadline, security = Deadline(timeout), ClientSecurity(credentials)
         self._libuv = bool(use_libuv)
         if is_master:
-            from rallypoint.store import master  # clients need none of it
+            from rallypoint.store import master  # clients do not need it
 
-            is_master, self._server = master.become(host_name, port, multi_tenant, master_listen_fd, deadline)
+            is_master, self._server = master.become(host_name, port, multi_tenant, master_listen_fd, deadline, security)
             port = port if self._server is None else self._server.port
         if port == 0:
-            why = {f"{host_name}:0": "no server has port 0; a client needs the number that its server has taken"}
+            why = {f"{host_name}:0": "port 0 is not an address; pass the actual port of the server"}
             raise ConnectFailed(peer=f"{host_name}:0", timeout_s=0.0, tried=why)
         endpoints = net.Endpoints((net.Endpoint(host_name, port),))
-        backend = _backend(Route(endpoints) if self._server else Route.of(endpoints), seconds(timeout))
+        route = Route(endpoints, security=security) if self._server else Route.of(endpoints, security)
+        backend = _backend(route, seconds(timeout))
         super().__init__(backend, backend.root, timeout)
         if world_size is not None and world_size > 0 and wait_for_workers:
             self._meet(backend, world_size, is_master, deadline)
 
     @property
     def libuvBackend(self) -> bool:
-        """The value of `use_libuv`, for programs that ask; the server is the same either way."""
+        """The value of `use_libuv`, for programs that read it; the server is the same either way."""
         return self._libuv
 
     @property
     def host(self) -> str:
-        """The host that this client was given; of several, the one that it is connected to."""
+        """The host that this client was given; of several, the one it is connected to."""
         return self._torch.host
 
     @property
     def port(self) -> int:
-        """That server's port."""
+        """The port of that server."""
         return self._torch.port
 
     def close(self) -> None:
-        """End this client; a master's server ends with the last handle (clone, or tenant) that shares it."""
+        """Close this client; a master's server ends with the last handle (clone or tenant) that shares it."""
         super().close()
         self._server = None
 
     @property
-    def _torch(self) -> TorchBackend | SessionBackend:
-        assert isinstance(self._backend, (TorchBackend, SessionBackend))
+    def _torch(self) -> TorchBackend | NativeBackend:
+        assert isinstance(self._backend, (TorchBackend, NativeBackend))
         return self._backend
 
     def _meet(
-        self, backend: TorchBackend | SessionBackend, world_size: int, is_master: bool, deadline: Deadline
+        self, backend: TorchBackend | NativeBackend, world_size: int, is_master: bool, deadline: Deadline
     ) -> None:
-        """Count this client; the master, whose server is ours, waits until the count is full."""
+        """Count this client; the master, whose server is always a rallypoint server, waits for all clients."""
         arrival = ops.Arrive(0, _INIT, world_size, min(deadline.remaining(), ops.MAX_WAIT_S))
         if not is_master:
             backend.execute(ops.Add(0, _INIT, 1))

@@ -1,6 +1,6 @@
-"""A view of a store: how names, values and time-outs of its user become what a backend takes, and errors speak of both.
+"""A view of a store: converts the user's keys, values and timeouts for a backend, and builds errors in user terms.
 
-`Store` and the asyncio front are views; what they share is here, and nothing else.
+It is the part that `Store` and the asyncio store have in common.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from rallypoint.core.ops import MAX_WAIT_S
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.errors import LimitExceeded, StoreTimeout
 
-__all__ = ["DEFAULT_TIMEOUT_S", "View", "whole_amount"]
+__all__ = ["DEFAULT_TIMEOUT_S", "StoreView", "whole_amount"]
 
 DEFAULT_TIMEOUT_S = 300.0
-"""How long blocking calls wait where nobody says."""
+"""The default timeout of blocking calls."""
 
 
 def whole_amount(key: str, amount: int) -> int:
-    """Check what is to be added to a counter."""
+    """Return the amount to add to a counter; raise TypeError or ValueError if it is not a 64-bit int."""
     if isinstance(amount, bool) or not isinstance(amount, int):
         raise TypeError(f"the amount to add to {key!r} must be an int, not {amount!r}")
     if not -(2**63) <= amount < 2**63:
@@ -28,8 +28,8 @@ def whole_amount(key: str, amount: int) -> int:
     return amount
 
 
-class View:
-    """A key prefix and a default timeout on a store that errors call `label`; `root` is a prefix that nobody sees."""
+class StoreView:
+    """A key prefix and a default timeout on a store; `label` is its name in errors, `root` a hidden key prefix."""
 
     def __init__(self, label: str, root: bytes, prefix: bytes, timeout: Timeout) -> None:
         self._label = label
@@ -39,14 +39,14 @@ class View:
 
     @property
     def timeout(self) -> timedelta:
-        """How long blocking calls wait where they are not told."""
+        """The default timeout of blocking calls."""
         try:
             return timedelta(seconds=self._timeout_s)
         except OverflowError:
             return timedelta.max
 
     def set_timeout(self, timeout: Timeout) -> None:
-        """Set how long blocking calls of this handle wait where they are not told."""
+        """Set the default timeout of this handle's blocking calls."""
         self._timeout_s = seconds(timeout)
 
     def __repr__(self) -> str:

@@ -1,0 +1,1 @@
+"""The session of the blocking client: one socket, one session, any number of threads."""

@@ -1,0 +1,1 @@
+"""Servers as child processes: start, supervise, and end them with their parent."""
