@@ -1,12 +1,13 @@
-"""The command `rallypoint`: its commands are imported only when they are called.
+"""The command `rallypoint`. Each subcommand is imported only when it is called.
 
-What a command raises becomes an exit code here, and one line on standard error, so that shell scripts can choose:
+An exception of a subcommand becomes an exit code and one line on standard error, so that shell scripts can react:
 
-    0 done    1 a RallypointError    2 misuse    3 time-out    4 the store is not reachable    130 Ctrl-C    143 SIGTERM
+    0 success    1 RallypointError    2 misuse    3 timeout    4 store unreachable    130 Ctrl-C    143 SIGTERM
 """
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import signal
 from typing import Any
@@ -19,30 +20,39 @@ from rallypoint.errors import NetworkError, RallypointError
 __all__ = ["main"]
 
 COMMANDS = {
-    "run": "Run a script in several processes, and start them again when one dies.",
+    "run": "Run a script in several processes and restart them when one fails.",
+    "stacks": "Print the Python stacks of running workers, equal ones folded.",
+    "runs": "Kill, restart or drain a run, or one of its nodes.",
     "serve": "Serve a store that rallypoint and PyTorch programs can use.",
     "relay": "Relay a server to the processes of this node, over one connection.",
+    "status": "Show what a server is doing, who waits for whom, and what has failed.",
+    "top": "The same, live.",
     "get": "Print a value, waiting until the key exists.",
     "set": "Write a value.",
-    "add": "Add to a counter, and print its new value.",
+    "add": "Add to a counter and print its new value.",
     "wait": "Wait until all of the keys exist.",
-    "watch": "Print changes as they happen, one a line.",
+    "watch": "Print changes as they happen, one per line.",
     "ls": "List the keys.",
-    "del": "Delete keys, and print how many there were.",
-    "barrier": "Wait until all members have come.",
-    "exchange": "Give data, and print what all ranks gave.",
+    "del": "Delete keys and print how many existed.",
+    "barrier": "Wait until all members have arrived.",
+    "exchange": "Contribute data and print the data of all ranks.",
     "lock": "Run a command while holding a lock.",
-    "etcd": "Run a small etcd cluster on this machine, for trying.",
+    "etcd": "Run a small local etcd cluster for experiments.",
+    "token": "Make a token, which protects a store.",
+    "tls": "Make certificates for trials and small sites.",
 }
-"""Every command and what `--help` says of it, so that help imports none of them."""
+"""Every command and its line in `--help`, so that help imports none of them."""
 
 FAILED, TIMED_OUT, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
-_TOGETHER = dict.fromkeys(("get", "set", "add", "wait", "watch", "ls", "del"), "keys")
-"""The module of commands that do not have one of their own name."""
+_MODULES = {
+    **dict.fromkeys(("get", "set", "add", "wait", "watch", "ls", "del"), "key_commands"),
+    **dict.fromkeys(("status", "top"), "status"),
+}
+"""The modules of commands that share one; all others have a module of their own name."""
 
 
 def _exit_code(error: RallypointError) -> int:
-    if isinstance(error, NetworkError):  # first: nobody there in time is also a TimeoutError
+    if isinstance(error, NetworkError):  # first, because a connection timeout is also a TimeoutError
         return UNREACHABLE
     return TIMED_OUT if isinstance(error, TimeoutError) else FAILED
 
@@ -54,13 +64,21 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in COMMANDS:
             return None
-        module = importlib.import_module(f"rallypoint.cli.{_TOGETHER.get(cmd_name, cmd_name)}")
-        command = module.commands[cmd_name] if cmd_name in _TOGETHER else module.command
+        module = importlib.import_module(f"rallypoint.cli.{_MODULES.get(cmd_name, cmd_name)}")
+        command = module.commands[cmd_name] if cmd_name in _MODULES else module.command
         assert isinstance(command, click.Command)
-        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # so it was while we were imported
+        if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:  # __main__ sets it during imports
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            ctx.call_on_close(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # and is while Python ends
+            ctx.call_on_close(lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # again for interpreter exit
         return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> Any:
+        try:
+            return super().resolve_command(ctx, args)
+        except click.UsageError as error:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=3) if args else []
+            hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
+            raise click.UsageError(error.format_message() + hint, ctx) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
@@ -79,4 +97,4 @@ class _Commands(click.Group):
 @click.command(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(rallypoint.__version__)
 def main() -> None:
-    """Let the processes of a distributed job find each other and wait for each other."""
+    """Coordinate the processes of a distributed job: rendezvous, a shared store, barriers and locks."""

@@ -1,4 +1,4 @@
-"""`rallypoint exchange`: every rank gives a little data, and gets that of all."""
+"""`rallypoint exchange`: every rank contributes a little data and receives the data of all ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,15 @@ import json
 import click
 
 from rallypoint import Store
-from rallypoint.cli.opening import given, line, put, store_command, teller, timeout_option, verbose_option
+from rallypoint.cli.store_command import (
+    one_line,
+    print_value,
+    progress_printer,
+    read_value,
+    store_command,
+    timeout_option,
+    verbose_option,
+)
 from rallypoint.recipes.exchange import Exchange
 
 __all__ = ["command"]
@@ -17,22 +25,22 @@ __all__ = ["command"]
 @store_command("exchange", dashed=True)
 @click.argument("name")
 @click.argument("data", default="")
-@click.option("--size", type=click.IntRange(1), required=True, help="How many ranks there are.")
-@click.option("--rank", type=click.IntRange(0), required=True, help="Which of them this is, from 0.")
+@click.option("--size", type=click.IntRange(1), required=True, help="Number of ranks.")
+@click.option("--rank", type=click.IntRange(0), required=True, help="Rank of this process, from 0.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON list with the exact bytes in base64.")
 @timeout_option
 @verbose_option
 def command(
     store: Store, name: str, data: str, size: int, rank: int, as_json: bool, timeout: float | None, verbose: bool
 ) -> None:
-    """Give DATA to the exchange NAME, and print what all ranks gave, in their order, one a line.
+    """Contribute DATA to the exchange NAME and print the data of all ranks, in rank order, one per line.
 
-    DATA of - is all of standard input. On time-out, say who is missing, and exit with 3.
+    If DATA is -, read standard input. On timeout, print the missing ranks and exit with 3.
     """
     if rank >= size:
         raise click.BadParameter(f"{rank} is not a rank from 0 to {size - 1}", param_hint="--rank")
-    gathered = Exchange(store, name, size, teller(verbose)).all_gather(rank, given(data), timeout)
+    gathered = Exchange(store, name, size, progress_printer(verbose)).all_gather(rank, read_value(data), timeout)
     if as_json:
-        put(json.dumps([base64.b64encode(value).decode() for value in gathered]))
+        print_value(json.dumps([base64.b64encode(value).decode() for value in gathered]))
     else:
-        put("\n".join(map(line, gathered)))
+        print_value("\n".join(map(one_line, gathered)))

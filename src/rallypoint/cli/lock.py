@@ -1,9 +1,9 @@
-"""`rallypoint lock`: a command that runs on one node at a time.
+"""`rallypoint lock`: run a command on one node at a time.
 
-The lock hangs on this process's session with the store. While the command runs, a thread looks every second whether the
-lock is still ours, and says so when it is not: the command goes on, for only it knows what half of its work is worth.
-That is what RALLYPOINT_FENCE is for: it grows with every holder, so that whatever the command writes to can refuse one
-that is late. A Ctrl-C is the command's to act on; SIGTERM and SIGHUP are passed on to it.
+The lock belongs to this process's session with the store. While the command runs, a thread checks the lock every second
+and warns when it is lost. The command keeps running, because only it knows what its unfinished work is worth. The
+resource that it writes to can reject a late holder by RALLYPOINT_FENCE, a number that increases with every holder.
+Ctrl-C is left to the command; SIGTERM and SIGHUP are forwarded to it.
 """
 
 from __future__ import annotations
@@ -20,15 +20,22 @@ from types import FrameType
 import click
 
 from rallypoint import RallypointError, Store
-from rallypoint.cli.opening import BY_SIGNAL, line, store_command, teller, timeout_option, verbose_option
-from rallypoint.core.machine import MAX_NAME
+from rallypoint.cli.store_command import (
+    BY_SIGNAL,
+    one_line,
+    progress_printer,
+    store_command,
+    timeout_option,
+    verbose_option,
+)
+from rallypoint.core.machines.machine import MAX_NAME
 from rallypoint.recipes.lock import Lock
 
 __all__ = ["command"]
 
-LOOK_S = 1.0
+POLL_S = 1.0
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
-"""The exit codes that shells use."""
+"""The exit codes of shells."""
 
 
 @store_command("lock")
@@ -39,13 +46,13 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 def command(store: Store, name: str, command: tuple[str, ...], timeout: float | None, verbose: bool) -> None:
     """Wait for the lock NAME, run COMMAND while holding it, and exit with its exit code.
 
-    COMMAND finds a number that grows with every holder in RALLYPOINT_FENCE. On time-out, name the holder, and exit with
-    3; COMMAND has not run. If the lock is lost while it runs, that is said on standard error.
+    RALLYPOINT_FENCE in COMMAND's environment is a number that increases with every holder. On timeout, print the holder
+    and exit with 3 without running COMMAND. If the lock is lost while COMMAND runs, print a warning to standard error.
     """
-    holder = line(os.fsencode(os.path.basename(command[0])))[:MAX_NAME] or "holder"
-    lock = Lock(store, name, holder, teller(verbose))
+    holder = one_line(os.fsencode(os.path.basename(command[0])))[:MAX_NAME] or "holder"
+    lock = Lock(store, name, holder, progress_printer(verbose))
     lock.acquire(timeout)
-    watch = _Watch(lock, name)
+    watch = _LockMonitor(lock, name)
     try:
         code = _run(command, {**os.environ, "RALLYPOINT_FENCE": str(lock.fence)}, watch)
     finally:
@@ -53,45 +60,45 @@ def command(store: Store, name: str, command: tuple[str, ...], timeout: float | 
     sys.exit(code)
 
 
-class _Watch:
-    """Looks whether a lock is still ours, and says once if not."""
+class _LockMonitor:
+    """Checks whether this process still holds a lock, and warns once if it does not."""
 
     def __init__(self, lock: Lock, name: str) -> None:
         self._lock = lock
         self._name = name
         self._over = threading.Event()
-        self._said = False
-        self._thread = threading.Thread(target=self._look, name="lock watch", daemon=True)
+        self._warned = False
+        self._thread = threading.Thread(target=self._poll, name="lock watch", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Start to check."""
         self._thread.start()
 
     def end(self) -> None:
-        """Release the lock, and say if it was lost before that."""
+        """Release the lock, and warn if it was lost before that."""
         self._over.set()
         try:
             held = self._lock.release()
         except RallypointError:
             held = False
         if not held:
-            self._say("before the command ended")
+            self._warn("before the command ended")
 
-    def _look(self) -> None:
-        while not self._over.wait(LOOK_S):
+    def _poll(self) -> None:
+        while not self._over.wait(POLL_S):
             if self._lock.lost:
                 if not self._over.is_set():
-                    self._say("while the command runs")
+                    self._warn("while the command runs")
                 return
 
-    def _say(self, when: str) -> None:
-        if not self._said:
-            self._said = True
+    def _warn(self, when: str) -> None:
+        if not self._warned:
+            self._warned = True
             fence = self._lock.fence
             click.echo(f"Warning: lock {self._name!r} (fence {fence}) was lost {when}; another may hold it", err=True)
 
 
-def _run(command: tuple[str, ...], env: dict[str, str], watch: _Watch) -> int:
+def _run(command: tuple[str, ...], env: dict[str, str], watch: _LockMonitor) -> int:
     with _signals() as child_of:
         try:
             child = subprocess.Popen(command, env=env)
@@ -106,16 +113,16 @@ def _run(command: tuple[str, ...], env: dict[str, str], watch: _Watch) -> int:
 
 @contextlib.contextmanager
 def _signals() -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Leave signals to the command that is put into the list."""
+    """Leave signals to the command whose process the caller appends to the list."""
     child_of: list[subprocess.Popen[bytes]] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
+    def forward(number: int, frame: FrameType | None) -> None:
         if not child_of:
             sys.exit(BY_SIGNAL + number)
         child_of[0].send_signal(number)
 
-    # A handler that does nothing, and not SIG_IGN: that one the command would inherit.
-    handlers = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: pass_on, signal.SIGHUP: pass_on}
+    # An empty handler instead of SIG_IGN, which the command would inherit.
+    handlers = {signal.SIGINT: lambda number, frame: None, signal.SIGTERM: forward, signal.SIGHUP: forward}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield child_of

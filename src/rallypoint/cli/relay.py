@@ -1,7 +1,7 @@
 """`rallypoint relay`: the relay of a node, in the foreground.
 
-It prints where it is once it listens, connected or not, and then what clients of ours need in their environment.
-Rejected: to wait for the server. Relays are started with their nodes, in any order, and its clients can wait as well.
+Once it listens, connected or not, it prints its address and the environment variable that native clients need.
+Rejected: wait for the server first. Relays start with their nodes, in any order, and their clients can wait instead.
 """
 
 from __future__ import annotations
@@ -12,14 +12,16 @@ import click
 
 from rallypoint import unix_socket
 from rallypoint.cli import COMMANDS
-from rallypoint.cli.server_options import check_fds, limit_options, listen_options, run_server
+from rallypoint.cli.credential_options import credential_options
+from rallypoint.cli.server_options import check_fds, limit_options, listen_options, log_format_option, run_server
+from rallypoint.client.routing.relay_address import VARIABLE
 from rallypoint.relay.settings import RelaySettings, upstream_store
-from rallypoint.store.relay_address import VARIABLE
+from rallypoint.security.credentials import Credentials
 
 __all__ = ["UPSTREAM_VARIABLE", "command"]
 
 UPSTREAM_VARIABLE = "RALLYPOINT_UPSTREAM"
-"""The environment variable that names the server where `--upstream` does not."""
+"""The environment variable with the URL of the server if `--upstream` is not given."""
 
 
 def _upstream(ctx: click.Context, param: click.Parameter, value: str) -> str:
@@ -44,23 +46,32 @@ def _path(ctx: click.Context, param: click.Parameter, value: str | None) -> str 
     envvar=UPSTREAM_VARIABLE,
     callback=_upstream,
     metavar="URL",
-    help="The server: tcp://host:port, or several addresses of one store, tcp://host:port,host:port, or a store in"
-    " etcd, etcd://host:2379,host:2379/name. Give a URL with a password by"
-    f" {UPSTREAM_VARIABLE}, for everybody on the machine can read arguments.",
+    help="The server: tcp://host:port (tcps: by TLS), or several servers of one store, tcp://host:port,host:port, or a"
+    " store in etcd, etcd://host:2379,host:2379/name. Pass a URL with a password in"
+    f" {UPSTREAM_VARIABLE}: other users can read command-line arguments.",
 )
-@listen_options("Port to listen on.  [a free one]")
+@listen_options("Port to listen on.  [a free port]")
 @click.option(
     "--unix",
     callback=_path,
     metavar="PATH",
-    help="Unix socket to listen on: alone, or beside --host and --port where one of them is given.",
+    help="Unix socket to listen on, instead of TCP unless --host or --port is given too.",
 )
 @limit_options
-def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **options: Any) -> None:
+@log_format_option
+@credential_options(serves=True)
+def command(
+    hosts: tuple[str, ...],
+    port: int | None,
+    fds: tuple[int, ...],
+    credentials: Credentials,
+    log_format: str,
+    **options: Any,
+) -> None:
     """Relay a server to the processes of this node, over one connection, until SIGTERM or Ctrl-C.
 
-    PyTorch's clients have the relay as their store: a server that is restarted is a pause to them. Clients of ours use
-    it for their sessions when RALLYPOINT_RELAY names it. HTTP (/healthz, /, /statistics) shares the port.
+    PyTorch clients use the relay as their store: a restart of the server only delays them. Native clients use it for
+    their sessions if RALLYPOINT_RELAY names it. HTTP (/, /status, /metrics, /healthz) shares the port.
     """
     from rallypoint.relay.process import serve
 
@@ -69,10 +80,10 @@ def command(hosts: tuple[str, ...], port: int | None, fds: tuple[int, ...], **op
     if unix is None or hosts or port is not None:
         hosts = hosts or ("127.0.0.1",)
     settings = RelaySettings(hosts=hosts, port=port or 0, fds=fds, **options)
-    run_server(lambda: serve(settings, ready=lambda url: _say(settings, url)))
+    run_server(lambda: serve(settings, credentials, lambda url: _announce(settings, url)), log_format)
 
 
-def _say(settings: RelaySettings, url: str) -> None:
+def _announce(settings: RelaySettings, url: str) -> None:
     store = upstream_store(settings.upstream)
     place = url if settings.unix is None else unix_socket.SCHEME + settings.unix
     places = url if url == place else f"{url} and {place}"

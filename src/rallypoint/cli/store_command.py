@@ -1,16 +1,17 @@
-"""What the commands that use a store have in common: how it is named and opened, how values are read and shown, how
-they end.
+"""The common part of the commands that use a store: opening it, reading and printing values, signals.
 
-A value that is text goes out with a newline, as scripts expect; any other as it is. Where one line must hold it, what
-is not printable is shown as an escape, for people; programs ask for --json, which has the exact bytes as base64.
+A text value is printed with a newline, as scripts expect; binary data is written unchanged. Output of one line per
+value shows unprintable characters as escapes, for people; for programs, --json has the exact bytes as base64.
 
-SIGTERM and SIGHUP end a command as Ctrl-C does: what waits is taken back first, so that others do not count on it.
+SIGTERM and SIGHUP end a command as Ctrl-C does: pending requests are cancelled first, so that other members do not
+count on them.
 
-When the server is down for more than a moment, that is said once on standard error, and once when it is back.
+A server outage of more than a moment is reported once on standard error, and so is its end.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import os
@@ -26,35 +27,37 @@ import click
 
 import rallypoint
 from rallypoint.cli import COMMANDS
-from rallypoint.store import outage
-from rallypoint.store.relay_address import VARIABLE
-from rallypoint.store.url import parse_url
+from rallypoint.cli.credential_options import credential_options
+from rallypoint.client import outage
+from rallypoint.client.routing.relay_address import VARIABLE
+from rallypoint.security.credentials import Credentials
+from rallypoint.store.url import parse_url, shown_url
 from rallypoint.text import printable
 
 if TYPE_CHECKING:
-    from rallypoint.core.machine import Waiting
+    from rallypoint.core.machines.machine import Waiting
 
 __all__ = [
     "BY_SIGNAL",
     "URL_VARIABLE",
-    "given",
-    "line",
-    "put",
+    "read_value",
+    "one_line",
+    "print_value",
     "store_command",
-    "teller",
-    "text",
+    "progress_printer",
+    "as_text",
     "timeout_option",
     "verbose_option",
 ]
 
 URL_VARIABLE = "RALLYPOINT_URL"
-"""The environment variable that names the store where `--store` does not."""
+"""The environment variable with the URL of the store if `--store` is not given."""
 
 BY_SIGNAL = 128
-"""What shells add to the number of the signal that ended a command."""
+"""Exit code of a command that a signal ended, less the signal's number, as in shells."""
 
 CONNECT_S = 30.0
-"""How long to try to reach a store where nobody says."""
+"""Default of --connect-timeout."""
 
 timeout_option = click.option(
     "--timeout", type=click.FloatRange(0), metavar="SECONDS", help="How long to wait.  [the URL's ?timeout=, else 300]"
@@ -62,53 +65,63 @@ timeout_option = click.option(
 """For commands that wait."""
 
 verbose_option = click.option(
-    "-v", "--verbose", is_flag=True, help="Say on standard error what is waited for, as on a terminal."
+    "-v",
+    "--verbose",
+    is_flag=True,
+    help="Print to standard error what the command waits for (default on a terminal).",
 )
-"""For commands that tell about their waiting."""
+"""For commands that report progress."""
 
 
-def store_command(name: str, dashed: bool = False) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a command of a function that takes an open store, and what its options say.
+def store_command(
+    name: str, dashed: bool = False, optional: bool = False
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Return a decorator that makes a command of a function; the function takes an open store and its options.
 
-    Arguments of one that is `dashed` may start with a dash.
+    With `dashed`, arguments may start with a dash. With `optional`, the store is None if none is given.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
-        @click.option("--store", "url", envvar=URL_VARIABLE, metavar="URL", help=f"The store.  [{URL_VARIABLE}]")
+        @click.option("--store", "url", envvar=URL_VARIABLE, metavar="URL", help=f"URL of the store.  [{URL_VARIABLE}]")
         @click.option(
             "--connect-timeout",
             type=click.FloatRange(0),
             default=CONNECT_S,
             show_default=True,
             metavar="SECONDS",
-            help="How long to try to reach it.",
+            help="Time to try to reach the store.",
         )
+        @credential_options(serves=False)
         @functools.wraps(function)
-        def run(url: str | None, connect_timeout: float, **options: Any) -> None:
-            with _signals(), outage.shown_by(_say), _open(url, connect_timeout) as store:
+        def run(url: str | None, connect_timeout: float, credentials: Credentials, **options: Any) -> None:
+            with contextlib.ExitStack() as stack:
+                stack.enter_context(_signals())
+                stack.enter_context(outage.shown_by(_report))
+                absent = optional and not url
+                store = None if absent else stack.enter_context(_open(url, connect_timeout, credentials))
                 try:
                     function(store, **options)
                 except rallypoint.RallypointError:
                     raise
-                except ValueError as error:  # an argument that click cannot know to be wrong
+                except ValueError as error:  # an invalid argument that click cannot detect
                     raise click.UsageError(str(error)) from None
-                except BrokenPipeError:  # whoever read the output went away, which click ends in silence
+                except BrokenPipeError:  # the reader of the output is gone; click exits silently
                     raise
                 except OSError as error:
                     raise click.ClickException(str(error)) from None
 
         kind = _DashedCommand if dashed else click.Command
-        command: click.Command = click.command(name, kind, short_help=COMMANDS[name])(run)
+        command: click.Command = click.command(name, kind, short_help=COMMANDS.get(name))(run)
         return command
 
     return decorate
 
 
 class _DashedCommand(click.Command):
-    """A command of which an argument may start with a dash, as -5 does: only its own options are options."""
+    """A command whose arguments may start with a dash, such as -5: only declared options are options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Sort the options from the arguments first. What starts with two dashes is an option, known or not."""
+        """Separate options from arguments first. A word with two leading dashes is an option, known or not."""
         own = [param for param in self.get_params(ctx) if isinstance(param, click.Option)]
         takes_value = {name: not param.is_flag for param in own for name in param.opts}
         options: list[str] = []
@@ -128,7 +141,7 @@ class _DashedCommand(click.Command):
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """Let SIGTERM and SIGHUP raise SystemExit, once: a second one is not waited for."""
+    """Make SIGTERM and SIGHUP raise SystemExit; a second signal kills the process at once."""
 
     def end(number: int, frame: FrameType | None) -> None:
         signal.signal(number, signal.SIG_DFL)
@@ -145,47 +158,47 @@ def _signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-def _open(url: str | None, connect_s: float) -> rallypoint.Store:
+def _open(url: str | None, connect_s: float, credentials: Credentials) -> rallypoint.Store:
     if not url:
-        raise click.UsageError(f"no store: give --store URL or set {URL_VARIABLE}, as in tcp://head-node:29400")
+        raise click.UsageError(f"no store: pass --store URL or set {URL_VARIABLE}, for example tcp://head-node:29400")
     try:
         wait_s = parse_url(url).timeout_s
-        store = rallypoint.connect(url, connect_s)
+        store = rallypoint.connect(url, connect_s, credentials=credentials)
     except ValueError as error:
         if str(error).startswith(VARIABLE):
             raise click.UsageError(str(error)) from None
         raise click.BadParameter(str(error), param_hint=f"--store or {URL_VARIABLE}") from None
     except rallypoint.RallypointError:
         raise
-    except OSError as error:  # of a file, which is where a store is not reachable without a network
-        raise rallypoint.NetworkError(f"cannot open {url}: {error}") from None
+    except OSError as error:  # only a file:// store raises a plain OSError
+        raise rallypoint.NetworkError(f"cannot open {shown_url(url)}: {error}") from None
     store.set_timeout(wait_s)
     return store
 
 
-def _say(words: str) -> None:
-    click.echo(printable(words), err=True)
+def _report(message: str) -> None:
+    click.echo(printable(message), err=True)
 
 
-def given(value: str) -> bytes:
-    """Return the bytes that an argument stands for: its own, or all of standard input for `-`."""
+def read_value(value: str) -> bytes:
+    """Return the bytes of an argument, or all of standard input for `-`."""
     return sys.stdin.buffer.read() if value == "-" else os.fsencode(value)
 
 
-def put(value: object, nl: bool = True) -> None:
-    """Print a value, at once."""
+def print_value(value: object, nl: bool = True) -> None:
+    """Print a value and flush the output."""
     try:
         click.echo(value, nl=nl)
     except BrokenPipeError:
         raise
     except OSError as error:
-        with suppress(OSError, ValueError):  # else Python tries to write the rest once more at its end, and complains
+        with suppress(OSError, ValueError):  # or Python retries the write at exit, and prints a second error
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise click.ClickException(f"cannot write the output: {error.strerror or error}") from None
 
 
-def text(value: bytes) -> str | None:
-    """Return a value as text, or None where it is none."""
+def as_text(value: bytes) -> str | None:
+    """Return a value as text, or None if it is binary."""
     with suppress(UnicodeDecodeError):
         decoded = value.decode()
         if all(char.isprintable() or char in "\t\r\n" for char in decoded):
@@ -193,14 +206,14 @@ def text(value: bytes) -> str | None:
     return None
 
 
-def line(value: bytes | str) -> str:
-    """Return a value as one line for people; the newline at its end, if any, is left out."""
+def one_line(value: bytes | str) -> str:
+    """Return a value as one printable line, without its final newline."""
     decoded = value.decode("utf-8", "backslashreplace") if isinstance(value, bytes) else value
     return printable(decoded.removesuffix("\n"))
 
 
-def teller(verbose: bool) -> Callable[[Waiting], None] | None:
-    """Return what says on standard error why a command waits, if anybody wants to know."""
+def progress_printer(verbose: bool) -> Callable[[Waiting], None] | None:
+    """Return a callback that prints to standard error why a command waits; None unless verbose or on a terminal."""
     if not verbose and not sys.stderr.isatty():
         return None
     return lambda waiting: click.echo(f"waiting: {printable(waiting.reason)}", err=True)

@@ -1,0 +1,199 @@
+"""`rallypoint status` and `rallypoint top`: what a server is doing, who waits for whom, and what has failed.
+
+The text fits 80 columns where it is piped, and the terminal where it is shown. `--watch` draws it again when it has
+changed, on a terminal in place; where there is none, a separator line comes between two.
+
+A status of the standby of a replicated store is that of its leader, which it names.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from http.client import HTTPException
+
+import click
+import msgspec
+
+from rallypoint.cli import COMMANDS
+from rallypoint.cli.credential_options import credential_options
+from rallypoint.cli.store_command import URL_VARIABLE, print_value
+from rallypoint.deadline import Deadline
+from rallypoint.errors import NetworkError, RallypointError
+from rallypoint.net import Endpoint
+from rallypoint.protocol import BadMessage
+from rallypoint.security.client_security import ClientSecurity
+from rallypoint.security.credentials import Credentials
+from rallypoint.security.http_client import connect_http
+from rallypoint.server.status.model import ServerStatus, decode_status
+from rallypoint.server.status.text import render_text
+from rallypoint.store.url import parse_url
+
+__all__ = ["commands"]
+
+REQUEST_S = 30.0
+"""Default timeout of one request."""
+
+WIDTH = 80
+"""Columns where the output is not a terminal."""
+
+HOME, CLEAR_LINE, CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
+ALTERNATE_ON, ALTERNATE_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
+"""Switch to the other screen of a terminal, without a cursor, and back."""
+
+
+class StatusClient:
+    """Requests the status of a server; that of its leader, if it is a standby."""
+
+    def __init__(self, url: str, credentials: Credentials, timeout_s: float) -> None:
+        try:
+            parsed = parse_url(url)
+            if parsed.scheme not in ("tcp", "tcps"):
+                raise ValueError(f"{parsed}: status asks a server or a relay: give tcp://HOST:PORT or tcps://HOST:PORT")
+            self._endpoints, self._security = parsed.endpoints(), parsed.security(credentials)
+        except ValueError as error:
+            raise click.UsageError(str(error)) from None
+        self._credentials, self._timeout_s = credentials, timeout_s
+
+    def get(self) -> bytes:
+        """Return the model in JSON; raise NetworkError if no server answers."""
+        problem: Exception | None = None
+        for endpoint in self._endpoints:
+            try:
+                data = _request(endpoint, self._security, self._timeout_s)
+            except NetworkError as error:
+                problem = error
+                continue
+            status = _decode(data, endpoint)
+            if status.role != "standby" or not status.leader:
+                return data
+            leader = parse_url(status.leader)
+            return _request(leader.endpoint(), leader.security(self._credentials), self._timeout_s)
+        assert problem is not None
+        raise problem
+
+
+def _request(endpoint: Endpoint, security: ClientSecurity, timeout_s: float) -> bytes:
+    try:
+        with connect_http(endpoint, security, Deadline(timeout_s)) as connection:
+            connection.request("GET", "/status")
+            reply = connection.getresponse()
+            body = reply.read()
+            if reply.status == 200:
+                return body
+            why = body.decode(errors="replace").strip()
+    except RallypointError:
+        raise
+    except (OSError, HTTPException, BadMessage) as error:
+        why = str(error) or type(error).__name__
+    raise NetworkError(f"no status from {endpoint}: {why}")
+
+
+def _decode(data: bytes, endpoint: Endpoint | str) -> ServerStatus:
+    try:
+        return decode_status(data)
+    except msgspec.DecodeError as error:
+        raise NetworkError(f"no status from {endpoint}: malformed reply: {error}") from None
+
+
+def _status(url: str, credentials: Credentials, watch: bool, as_json: bool, interval: float, timeout: float) -> None:
+    client = StatusClient(url, credentials, timeout)
+    if not watch:
+        data = client.get()
+        text = data.decode() + "\n" if as_json else render_text(_decode(data, url), _width())
+        print_value(text, nl=False)
+    elif as_json:
+        for data in _again(client, interval):
+            print_value(data.decode() if isinstance(data, bytes) else _problem_json(data))
+    elif sys.stdout.isatty():
+        _draw(client, url, interval)
+    else:
+        for data in _again(client, interval):
+            print_value((render_text(_decode(data, url)) if isinstance(data, bytes) else f"{data}\n") + "-" * 40)
+
+
+def _again(client: StatusClient, interval_s: float):  # type: ignore[no-untyped-def]
+    """Yield the model again and again, or the error of a server that does not answer; the first must."""
+    yield client.get()
+    while True:
+        time.sleep(interval_s)
+        try:
+            yield client.get()
+        except NetworkError as error:
+            yield error
+
+
+def _problem_json(error: Exception) -> str:
+    return msgspec.json.encode({"error": str(error)}).decode()
+
+
+def _width() -> int:
+    return shutil.get_terminal_size((WIDTH, 24)).columns if sys.stdout.isatty() else WIDTH
+
+
+def _draw(client: StatusClient, url: str, interval_s: float) -> None:
+    """Draw the status in place until interrupted."""
+    last, lost_at = "", None
+    models = _again(client, interval_s)
+    first = next(models)
+    sys.stdout.write(ALTERNATE_ON)
+    try:
+        while True:
+            if isinstance(first, bytes):
+                last, lost_at = render_text(_decode(first, url), _width()), None
+                note = ""
+            else:
+                lost_at = lost_at or time.strftime("%H:%M:%S")
+                note = f"disconnected since {lost_at}: {first}"
+            _paint(last, note)
+            first = next(models)
+    finally:
+        sys.stdout.write(ALTERNATE_OFF)
+        sys.stdout.flush()
+
+
+def _paint(text: str, note: str) -> None:
+    """Write as many lines as fit, from the top left corner."""
+    columns, rows = shutil.get_terminal_size((WIDTH, 24))
+    lines = ([note[: columns - 1]] if note else []) + text.splitlines()
+    if len(lines) > rows - 1:
+        lines = [*lines[: rows - 2], "..."]
+    sys.stdout.write(HOME + "".join(f"{line}{CLEAR_LINE}\r\n" for line in lines) + CLEAR_BELOW)
+    sys.stdout.flush()
+
+
+def _command(name: str, watches: bool) -> click.Command:
+    @click.argument("url", envvar=URL_VARIABLE, metavar="[URL]", default="tcp://127.0.0.1:29400")
+    @click.option("--json", "as_json", is_flag=True, help="Print the model as JSON, in one line.")
+    @click.option(
+        "--interval",
+        type=click.FloatRange(0.1, 3600.0),
+        default=1.0,
+        show_default=True,
+        metavar="SECONDS",
+        help="Time between two updates of --watch.",
+    )
+    @click.option(
+        "--timeout",
+        type=click.FloatRange(0.1, 3600.0),
+        default=REQUEST_S,
+        show_default=True,
+        metavar="SECONDS",
+        help="How long the server may take to answer.",
+    )
+    @credential_options(serves=False)
+    def run(url: str, watch: bool = watches, **options: object) -> None:
+        _status(url, watch=watch, **options)  # type: ignore[arg-type]
+
+    run.__doc__ = (
+        "Show what the server at URL is doing: runs, rounds, nodes and ranks, who waits for whom and for how long, the"
+        f" first failure.\n\n    URL is tcp://HOST:PORT, by default that of {URL_VARIABLE}, or of this machine."
+    )
+    if not watches:
+        run = click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")(run)
+    return click.command(name, short_help=COMMANDS[name])(run)
+
+
+commands = {"status": _command("status", False), "top": _command("top", True)}
+"""The commands of this module, by name."""

@@ -1,0 +1,1 @@
+"""`rallypoint run`: an agent on each node joins the rounds of a job and runs its workers."""

@@ -1,0 +1,80 @@
+"""The liveness of agents: a stopped agent is noticed, and leaves the round.
+
+    run:RUN/alive:NODE    lease of the agent of that node, with a heartbeat
+
+A stopped process (SIGSTOP, a debugger) keeps its connection, because its kernel answers for it, so its session does
+not end. Its lease does, when the heartbeat has stopped for the agent timeout. The agents of the first few nodes of a
+round watch the leases, and evict a node whose lease is gone. If the agent goes on later, it finds that the round is
+over, stops its workers and rejoins.
+
+Rejected: that every agent watches all leases. Each of n agents would receive n events at every start of a round.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+from rallypoint.errors import RallypointError, StoreTimeout
+from rallypoint.recipes.join_args import quoted
+from rallypoint.store.base import Lease, Store, Watch
+
+__all__ = ["AgentLiveness"]
+
+WATCHERS = 3
+"""The number of nodes that watch: several, because any of them may be stopped itself."""
+
+
+class AgentLiveness:
+    """One agent's lease, and its watch of the other leases; without effect in a round of one node."""
+
+    def __init__(self, run_id: str, timeout_s: float, wake: Callable[[], object]) -> None:
+        self._prefix = f"run:{quoted(run_id)}/alive:"
+        self._timeout_s = timeout_s
+        self._wake = wake
+        self._lease: Lease | None = None
+        self._watch: Watch | None = None
+        self.silent: deque[str] = deque()
+        """Nodes whose lease has ended."""
+
+    @property
+    def reason(self) -> str:
+        """Why such a node is evicted."""
+        return f"its agent is stopped: no heartbeat for {self._timeout_s:g} s (--agent-timeout)"
+
+    def enter(self, store: Store, members: Sequence[str], rank: int) -> None:
+        """Enter a round with these nodes: keep a lease and, on the first few nodes, watch those of the others."""
+        self._stop_watching()
+        if not self._timeout_s or len(members) == 1:
+            return
+        if rank < WATCHERS:
+            self._watch = store.watch(self._prefix)
+            others = frozenset(members).difference([members[rank]])
+            name = "liveness of agents"
+            threading.Thread(target=self._listen, args=(self._watch, others), name=name, daemon=True).start()
+        self._lease = store.lease(f"{self._prefix}{members[rank]}", "", self._timeout_s)
+
+    def leave(self) -> None:
+        """Give up the lease; call this after this node has left the rendezvous."""
+        self._stop_watching()
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+    def _stop_watching(self) -> None:
+        self.silent.clear()
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
+
+    def _listen(self, watch: Watch, others: frozenset[str]) -> None:
+        with contextlib.suppress(RallypointError):
+            while True:
+                with contextlib.suppress(StoreTimeout):
+                    change = watch.next()
+                    node = change.key.removeprefix(self._prefix)
+                    if change.value is None and node in others and watch is self._watch:
+                        self.silent.append(node)
+                        self._wake()

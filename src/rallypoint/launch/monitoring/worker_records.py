@@ -1,0 +1,211 @@
+"""The records of an agent's workers: a small file in shared memory that workers write to and the agent reads.
+
+    DIR/records            64 bytes for each local rank (below)
+    DIR/stacks.LOCAL_RANK  where the worker's faulthandler writes its stacks
+    DIR/agent.json         the run, the node, and the workers, for `rallypoint stacks` on this machine
+
+DIR belongs to the agent, which removes it; its parent belongs to the user (mode 0700). A worker gets the path
+`DIR/LOCAL_RANK` in RALLYPOINT_MONITOR. Its record has eight integers of eight bytes, each of which is written as a
+whole: the last step; when that was, in nanoseconds of the monotonic clock, which all processes of a machine share (0:
+never); the process that answers the dump signal, and its descriptor of the stack file; the dump signal; and three that
+are unused.
+
+Rejected: a pipe or a socket to the agent. A call of `progress` would be a system call, and could block.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import secrets
+import shutil
+import signal
+import stat
+import struct
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from rallypoint.launch.monitoring.progress_record import MONITOR_VARIABLE, RECORD_BYTES
+
+__all__ = [
+    "DUMP_SIGNAL",
+    "AgentEntry",
+    "RecordReader",
+    "WorkerEntry",
+    "WorkerRecords",
+    "agents_here",
+    "with_hook",
+]
+
+SYSTEM_TEMPORARY = "/tmp"
+"""A second directory to search for agents of this user: a job may have a TMPDIR of its own, or none."""
+
+HOOK = str(Path(__file__).parent / "hook")
+"""The directory of the hook that Python workers import at start-up."""
+
+_RECORD = struct.Struct("=5q24x")
+
+DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", -7) + 7
+"""The signal at which workers dump their stacks: a real-time signal that nothing else uses; 0 without such signals."""
+
+
+class WorkerEntry(msgspec.Struct, frozen=True):
+    """A running worker, and the directory and number of its record."""
+
+    rank: int
+    local_rank: int
+    pid: int
+    directory: str
+
+
+class AgentEntry(msgspec.Struct, frozen=True):
+    """The content of agent.json."""
+
+    run: str
+    node: str
+    pid: int
+    workers: tuple[WorkerEntry, ...] = ()
+
+
+class LastProgress(NamedTuple):
+    """The last progress of a worker, and the time since then."""
+
+    step: int
+    age_s: float
+
+
+class DumpPoint(NamedTuple):
+    """The process that dumps its stacks for a worker, and its descriptor of the stack file."""
+
+    pid: int
+    descriptor: int
+
+
+def with_hook(environment: dict[str, str]) -> dict[str, str]:
+    """Return an environment in which Python imports the hook for stack dumps at start-up, if there is a record."""
+    if MONITOR_VARIABLE not in environment or not DUMP_SIGNAL:
+        return environment
+    before = environment.get("PYTHONPATH", "")
+    return {**environment, "PYTHONPATH": f"{HOOK}{os.pathsep}{before}" if before else HOOK}
+
+
+class WorkerRecords:
+    """The records of one agent's workers; does nothing if their directory cannot be created."""
+
+    def __init__(self, workers: int) -> None:
+        self.directory: Path | None = None
+        """The directory of this agent; it may not exist yet."""
+
+        self._size = workers
+        self._map: mmap.mmap | None = None
+        with contextlib.suppress(OSError):
+            self.directory = _user_directory() / f"{os.getpid()}-{secrets.token_hex(4)}"
+
+    def prepare(self, local_rank: int) -> dict[str, str]:
+        """Clear the record of a worker that is about to start; return the variables for its environment."""
+        if self.directory is None:
+            return {}
+        try:
+            if self._map is None:
+                self._map = self._create(self.directory)
+            _RECORD.pack_into(self._map, local_rank * RECORD_BYTES, 0, 0, 0, 0, DUMP_SIGNAL)
+            stacks = self.directory / f"stacks.{local_rank}"
+            stacks.unlink(missing_ok=True)  # a process of an earlier attempt may still have it open
+            stacks.touch(0o600)
+        except OSError:
+            self.directory = None
+            return {}
+        return {MONITOR_VARIABLE: f"{self.directory}/{local_rank}"}
+
+    def _create(self, directory: Path) -> mmap.mmap:
+        directory.mkdir(mode=0o700)
+        with open(directory / "records", "xb+") as file:
+            file.truncate(RECORD_BYTES * self._size)
+            return mmap.mmap(file.fileno(), RECORD_BYTES * self._size)
+
+    def publish(self, entry: AgentEntry) -> None:
+        """Write agent.json."""
+        if self.directory is None or self._map is None:
+            return
+        with contextlib.suppress(OSError):
+            made = self.directory / "agent.json.new"
+            made.write_bytes(msgspec.json.encode(entry))
+            made.replace(self.directory / "agent.json")
+
+    def entry(self, rank: int, local_rank: int, pid: int) -> WorkerEntry:
+        """Return the entry of a worker that was started."""
+        return WorkerEntry(rank, local_rank, pid, "" if self.directory is None else str(self.directory))
+
+    def progress(self, local_rank: int) -> LastProgress | None:
+        """Return the last progress of a worker, or None if it never called `progress`."""
+        if self._map is None:
+            return None
+        step, at_ns, *_ = _RECORD.unpack_from(self._map, local_rank * RECORD_BYTES)
+        return _progress(step, at_ns)
+
+    def close(self) -> None:
+        """Remove the files."""
+        if self._map is not None:
+            self._map.close()
+            self._map = None
+        if self.directory is not None:
+            shutil.rmtree(self.directory, ignore_errors=True)
+
+
+class RecordReader:
+    """Reads the record of one worker, in the agent or in another process of the same user."""
+
+    def __init__(self, entry: WorkerEntry) -> None:
+        self._entry = entry
+
+    @property
+    def stack_file(self) -> str:
+        """The path of the worker's stack file."""
+        return f"{self._entry.directory}/stacks.{self._entry.local_rank}"
+
+    def read(self) -> tuple[LastProgress | None, DumpPoint | None]:
+        """Return the worker's last progress, and the process that dumps its stacks; None for each that is unknown."""
+        try:
+            with open(f"{self._entry.directory}/records", "rb") as file:
+                file.seek(self._entry.local_rank * RECORD_BYTES)
+                step, at_ns, pid, descriptor, number = _RECORD.unpack(file.read(RECORD_BYTES))
+        except (OSError, struct.error):
+            return None, None
+        point = DumpPoint(pid, descriptor) if pid > 0 and number == DUMP_SIGNAL else None
+        return _progress(step, at_ns), point
+
+
+def _progress(step: int, at_ns: int) -> LastProgress | None:
+    return LastProgress(step, max(0.0, (time.monotonic_ns() - at_ns) / 1e9)) if at_ns else None
+
+
+def agents_here() -> Iterator[AgentEntry]:
+    """Yield the agents of this user on this machine that run workers."""
+    for base in dict.fromkeys((tempfile.gettempdir(), SYSTEM_TEMPORARY)):
+        for path in Path(base).glob(f"{_name()}/*/agent.json"):
+            with contextlib.suppress(OSError, msgspec.DecodeError):
+                if path.stat().st_uid == os.geteuid():
+                    entry = msgspec.json.decode(path.read_bytes(), type=AgentEntry)
+                    os.kill(entry.pid, 0)  # raises if the agent was killed, and left its files behind
+                    yield entry
+
+
+def _name() -> str:
+    return f"rallypoint-{os.geteuid()}"
+
+
+def _user_directory() -> Path:
+    """Create and return the directory of this user for its agents; raise OSError if it is not private."""
+    made = Path(tempfile.gettempdir(), _name())
+    with contextlib.suppress(FileExistsError):
+        made.mkdir(mode=0o700)
+    facts = made.lstat()
+    if not stat.S_ISDIR(facts.st_mode) or facts.st_uid != os.geteuid() or facts.st_mode & 0o077:
+        raise PermissionError(f"{made} is not a private directory")
+    return made

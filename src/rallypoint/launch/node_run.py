@@ -1,0 +1,302 @@
+"""One node's side of a run: its session with the server, its rendezvous, and the state that the agents share.
+
+A session ends if the node is disconnected for longer than the grace period, or if the server dies. `attach` opens
+another under the same name, and notes whether the server is a different one, without the state of the run.
+
+Rejected: to let the store replace its session by itself. The leases of the lost session are gone, and only the agent
+knows the consequence: its workers have to stop.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Container, Sequence
+from functools import partial
+
+from rallypoint import net
+from rallypoint.core.machines.machine import Waiting
+from rallypoint.core.policy.restart_policy import RoundProgress
+from rallypoint.deadline import Deadline
+from rallypoint.errors import ConnectionLost, MeetingError, RallypointError
+from rallypoint.launch.agent_liveness import AgentLiveness
+from rallypoint.launch.events import Events
+from rallypoint.launch.failures import Failure, server_failure
+from rallypoint.launch.job import Job
+from rallypoint.launch.monitoring.node_monitor import NodeMonitor
+from rallypoint.launch.round_spec import NodeInfo, RoundSpec, exchange_node_info
+from rallypoint.launch.run_state import RunState
+from rallypoint.launch.stores.interruptible_store import interruptible_view
+from rallypoint.launch.stores.store_provider import StoreProvider, rank0_address
+from rallypoint.launch.stores.store_search import READ_S, StoreSearch
+from rallypoint.launch.wakeup_pipe import WakeupPipe
+from rallypoint.recipes.rendezvous import Rendezvous, Round, Status
+from rallypoint.store.base import Store
+
+__all__ = ["FAILED", "SUCCEEDED", "NodeRun"]
+
+SUCCEEDED, FAILED = "succeeded", "failed"
+"""The results of a run."""
+
+REPORT_S = 10.0
+"""How often a wait is reported."""
+
+LEAVE_S = 5.0
+"""Time limit of leaving the run."""
+
+
+class NodeRun:
+    """One node's side of a run, across reconnects to its server."""
+
+    run_state: RunState
+    rendezvous: Rendezvous
+    store: Store
+    """The store of the run; a terminating signal interrupts its requests."""
+
+    def __init__(self, job: Job, events: Events, wakeup: WakeupPipe) -> None:
+        self._job = job
+        self._events = events
+        self._wakeup = wakeup
+        self._search = StoreSearch(job, events, wakeup)
+        self._members: list[str] = []
+        self._suspects: set[str] = set()
+        self._round: Round | None = None
+        self._provider: StoreProvider | None = None
+        self._server_id: bytes | None = None
+        self._reported_s = 0.0
+        self._stack = contextlib.ExitStack()
+        self.monitor = NodeMonitor(job, wakeup.wake, events)
+        self._liveness = AgentLiveness(job.run_id, job.agent_timeout_s, wakeup.wake)
+        self.done = False
+        """Whether this node's workers have succeeded in its last round, as announced to the others."""
+
+        self.state_lost = False
+        """Whether the server has lost the state of the run, or is a different one; the agent resets it."""
+
+        self.failed = ""
+        """Why this node fails, if it does; sent to the others when it leaves."""
+
+    @property
+    def waits_for(self) -> str:
+        """What an agent without workers is doing; reported if a signal ends it."""
+        idle = "no worker ran" if self._job.max_nodes == 1 else "waiting for other nodes"
+        return self._search.waits_for or idle
+
+    # The session
+
+    @property
+    def recovers(self) -> bool:
+        """Whether the server of the last session may return with it."""
+        return self._provider is not None and self._provider.recovers
+
+    def attach(self, deadline: Deadline) -> None:
+        """Open a session with the server, the first one or one that replaces a lost one.
+
+        Raises NetworkError if no server answers by the deadline.
+        """
+        self._provider = None
+        self.monitor.detach()
+        self._stack.close()  # what remains of the previous session
+        at = self._search.find(deadline)
+        self._stack.callback(at.close)
+        at.store.set_timeout(READ_S)
+        store = interruptible_view(at.store, self._wakeup)
+        first, same = self._server_id is None, self._server_id == at.server_id
+        run_state = RunState(store, self._job.run_id, self._wakeup.wake, 0 if first else self.run_state.used)
+        rendezvous = self._rendezvous(store)
+        if first:
+            rendezvous.begin_anew()
+        else:
+            rendezvous.succeed(self.rendezvous, same)
+        self._provider, self._server_id, self.run_state, self.rendezvous = at, at.server_id, run_state, rendezvous
+        self.state_lost = self.state_lost or not (first or same)
+        self.store = store
+        if self._job.node is not None:  # otherwise the name is known once this node has joined
+            self.monitor.attach(store, self._job.node)
+
+    def close(self) -> None:
+        """Leave the run if the server answers, and end the session."""
+        with self._wakeup.uninterrupted(), self._stack:
+            if self._provider is not None:
+                self._leave(self._provider)
+
+    def _rendezvous(self, store: Store) -> Rendezvous:
+        job = self._job
+        return Rendezvous(
+            store,
+            job.run_id,
+            job.min_nodes,
+            job.max_nodes,
+            node=job.node,
+            rank=job.node_rank,
+            settings=job.settings(),
+            last_call=job.last_call_s,
+            address=job.local_address,
+            spare=job.min_nodes < job.max_nodes,
+            progress=self._report_wait,
+            on_change=self._wakeup.wake,
+        )
+
+    @property
+    def _stores(self) -> StoreProvider:
+        assert self._provider is not None
+        return self._provider
+
+    # Rounds
+
+    def join_round(self) -> RoundSpec:
+        """Join rounds until one lasts long enough for its nodes to exchange their data; return it."""
+        self.done = False
+        self.monitor.reporter.state("waiting", "joining a round")
+        while True:
+            with self._events.status(self._waiting_reason):
+                joined = self._join()
+                try:
+                    infos, master = self._wakeup.interruptible(partial(self._exchange, joined), patience_s=0.0)
+                except (MeetingError, ConnectionLost) as error:
+                    if not isinstance(error, MeetingError) and not self._stores.failure_reason():
+                        raise
+                    self._events.say("rejoin", f"round {joined.number} failed to start: {error}")
+                    continue
+            self._members = [one.node for one in infos]
+            self._liveness.enter(self.store, self._members, joined.rank)
+            return self._spec(joined, infos, master)
+
+    def _join(self) -> Round:
+        """Join a round, and enter it."""
+        join_s = self._job.join_timeout_s
+        joined = self._round = self._wakeup.interruptible(lambda: self.rendezvous.join(join_s), patience_s=0.0)
+        self.run_state.enter_round(joined.store, self.rendezvous.node)
+        self._events.node = self.rendezvous.node
+        self.monitor.attach(self.store, self.rendezvous.node)
+        self._refund_lost_nodes()
+        self._reported_s = 0.0
+        return joined
+
+    def _exchange(self, joined: Round) -> tuple[Sequence[NodeInfo], net.Endpoint]:
+        """Exchange the data of the nodes of a round; return it, and the address of the round's store."""
+        run, here = self._job.run_id, self._stores
+        own = NodeInfo(self.rendezvous.node, self._job.workers, here.open_shared_port(run, joined, READ_S))
+        infos = exchange_node_info(joined, own, self._is_over, READ_S)
+        return infos, here.store_of(run, joined, infos[0].port, READ_S)
+
+    def _spec(self, joined: Round, infos: Sequence[NodeInfo], master: net.Endpoint) -> RoundSpec:
+        self.monitor.reporter.restarts = self.run_state.restarts()
+        return RoundSpec(
+            run_id=self._job.run_id,
+            url=self._stores.url,
+            relay=self._wakeup.interruptible(self._stores.relay),
+            credentials=self._stores.for_workers,
+            scope=joined.scope,
+            number=joined.number,
+            reason=joined.reason,
+            members=self._members,
+            node_rank=joined.rank,
+            workers=[one.workers for one in infos],
+            master=master,
+            rank0=rank0_address(joined),
+            role=self._job.role,
+            restarts=self.run_state.used,
+            max_restarts=self._job.rules.budget,
+        )
+
+    def _is_over(self, waited_s: float, missing: Sequence[str]) -> bool:
+        """Report which nodes of a new round are missing, and return whether the round is over."""
+        late = f"node rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else ""
+        if late and waited_s >= self._reported_s + REPORT_S:
+            self._reported_s = waited_s
+            self._events.waits(f"waited {waited_s:.0f} s in a new round for the number of workers of {late}")
+        return self.rendezvous.changed.is_set()
+
+    def rejoin_finished(self) -> None:
+        """Rejoin a round in which this node is done, after a reconnect; if another round forms, join that one."""
+        last, status = self._round, self.rendezvous.status()
+        if last is None or status.round != last.number or not set(self._members).isdisjoint(status.waiting):
+            self.done = False  # another round forms, or has formed
+            return
+        self.run_state.enter_round(self.rendezvous.follow(last).store, self.rendezvous.node)
+        if status.phase != "closed":
+            self.finish()  # the first announcement may have been lost
+        self.run_state.notified = True
+
+    def finish(self) -> None:
+        """Announce that this node's workers have succeeded."""
+        self.done = True  # first: even if the server is lost now, the workers are not run again
+        self.run_state.finish(self.rendezvous.node)
+        self._events.say("done", "announced that this node is done", as_text=False)
+
+    def progress(self, status: Status | None = None) -> RoundProgress:
+        """Return which nodes of this round are alive, waiting and done."""
+        status = status or self.rendezvous.status()
+        return RoundProgress(self._members, list(status.nodes), status.waiting, self.run_state.done())
+
+    def lost_nodes(self) -> set[str]:
+        """Return the nodes whose loss explains failures of others: dead before they were done, or without relay."""
+        progress, cause = self.progress(), self.run_state.cause()
+        of_servers = {cause.node} if cause is not None and cause.rank < 0 else set()
+        return set(progress.members).difference(progress.living, progress.done) | of_servers
+
+    def evict_silent_agents(self) -> None:
+        """Remove nodes whose agents are stopped from the round; the others then form another one."""
+        while self._liveness.silent and self._round is not None:
+            node = self._liveness.silent.popleft()
+            self._events.say("evict", f"{node}: {self._liveness.reason}", nodes=[node])
+            self.rendezvous.evict(node, self._round.scope, self._liveness.reason)
+
+    def announce_failure(self, failures: Container[Failure]) -> None:
+        """Notify all agents of a failure; if it is one of `failures`, it used a restart: remember possible causes."""
+        self.run_state.notify()
+        if self.run_state.cause() in failures:
+            self._suspects = set(self._members).difference(self.run_state.done())
+
+    def store_lost(self, failed: bool = False) -> Failure | None:
+        """If the store of this node's workers is lost, tell all nodes to stop, and return it as their failure.
+
+        It is the cause of any failure that follows, here or on other nodes, and uses no restart: no worker failed by
+        itself. If a worker has `failed` already, also probe the store on rank 0's node.
+        """
+        how = self._wakeup.interruptible(lambda: self._stores.failure_reason(failed))
+        if not how:
+            return None
+        cause = server_failure(self.rendezvous.node, how)
+        self.run_state.set_cause(cause)
+        self.run_state.notify()
+        return cause
+
+    def _refund_lost_nodes(self) -> None:
+        """Give back a restart that the loss of a node has used; the others wait for this node before they count."""
+        gone, self._suspects = self.run_state.dead_among(self._suspects), set()
+        if gone:
+            self.run_state.refund()
+            message = f"no restart is used for the failure: lost {', '.join(gone)} in the same round"
+            self._events.say("refund", message, nodes=gone)
+
+    def end_run(self, result: str, reason: str) -> None:
+        """Close the run for all nodes; the first result counts."""
+        self.rendezvous.close(result, reason)
+        self.run_state.notify()
+
+    def _leave(self, at: StoreProvider) -> None:
+        """Leave the run; give up after LEAVE_S if the server does not answer."""
+        self.monitor.close()
+        given_up = threading.Timer(LEAVE_S, at.store.close)
+        given_up.daemon = True
+        given_up.start()
+        with contextlib.suppress(RallypointError):
+            self.run_state.leave()
+            last = self.rendezvous.leave(failed=self.failed, done=self.done)
+            self._liveness.leave()
+            if self.failed:
+                self.run_state.notify()
+            if last and self._round is not None:
+                at.close_round(self._job.run_id, self._round.scope, LEAVE_S)
+                self.run_state.clear()
+        given_up.cancel()
+
+    def _waiting_reason(self) -> str:
+        status = self.rendezvous.status()
+        return "this node is a spare" if status.phase == "formed" else status.reason
+
+    def _report_wait(self, waiting: Waiting) -> None:
+        self.monitor.reporter.state("waiting", waiting.reason)
+        self._events.waits(f"this node has waited {waiting.waited_s:.0f} s: {waiting.reason}")

@@ -1,0 +1,1 @@
+"""The output of workers: routing to console and files, line by line."""

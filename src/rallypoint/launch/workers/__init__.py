@@ -1,0 +1,1 @@
+"""The worker processes of one node."""
