@@ -1,14 +1,14 @@
-"""PyTorch's names and signatures, thin over the rest, so that moving over is a change of imports.
+"""PyTorch's names and signatures as thin wrappers, so that migration is a change of imports.
 
-The error names of `torch.distributed` are here, as names for ours:
+The error names of `torch.distributed` are aliases of ours:
 
     DistError             RallypointError, a RuntimeError
-    ├── DistStoreError        StoreError: time-outs (also TimeoutError), refusals
+    ├── DistStoreError        StoreError: timeouts (also TimeoutError), refused operations
     │   └── QueueEmptyError       QueueEmpty
-    └── DistNetworkError      NetworkError: nobody there, or gone; also ConnectionError
+    └── DistNetworkError      NetworkError: no server, or connection lost; also ConnectionError
 
-They are not torch's own classes, because nothing here imports torch. A store given to torch by `rallypoint.torch`
-raises errors that are both.
+They are not torch's own classes, because this package does not import torch. A store passed to torch by
+`rallypoint.torch` raises errors that are instances of both.
 """
 
 from __future__ import annotations

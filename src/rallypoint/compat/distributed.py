@@ -1,15 +1,14 @@
-"""Making a TCP store as `torch.distributed.elastic.utils.distributed` does, and free ports.
+"""Create a TCP store as `torch.distributed.elastic.utils.distributed` does, and find free ports.
 
-Members of one store meet at these keys, of which the first two are PyTorch's own, so that its processes may be among
-them:
+Members are counted in these keys. The first two are PyTorch's own, so its processes can take part:
 
-    _tcp_store/num_members/num_members    how many have come
-    _tcp_store/num_members/last_member    written by the one who completes the number, which releases everyone
-    _tcp_store/num_members/who            one line for each arrival (`+`) and each departure (`-`) of ours
+    _tcp_store/num_members/num_members    how many members have arrived
+    _tcp_store/num_members/last_member    written by the last member to arrive; releases all
+    _tcp_store/num_members/who            one line for each arrival (`+`) and departure (`-`) of our members
 
-The count decides, and the lines only tell who is missing: RANK may well be inherited by several processes of a worker
-that makes a store of its own, and PyTorch's processes write no lines. Whoever gives up takes its count back, so a later
-attempt does not start one ahead; if the number was complete at that moment, it has not given up but arrived.
+The count decides; the lines only identify the missing members. They cannot decide: several processes of one worker may
+inherit the same RANK, and PyTorch's processes write no lines. A member that gives up decrements the count, so that a
+later attempt does not start one ahead; if the count was complete at that moment, the member has arrived after all.
 """
 
 from __future__ import annotations
@@ -43,24 +42,25 @@ def create_c10d_store(
     retries: int = 3,
     use_libuv: bool | None = None,
 ) -> TCPStore:
-    """Connect to the store at an address, where `is_server` starts its server there first.
+    """Return a store connected to the address; with `is_server`, start its server there first.
 
-    With `wait_for_workers`, returns once `world_size` members have come, or raises WorkersMissing (a TimeoutError)
-    that says how many did and which did not. Port -1 is a free one, for a server that is alone; its number is the
-    store's `port`. Where that is taken at another address of the host, it is tried `retries` times; a port that was
-    asked for and is taken raises AddressTaken at once. Raises ConnectFailed where no server answers within `timeout`.
+    With `wait_for_workers`, return when `world_size` members have arrived, or raise WorkersMissing (a TimeoutError)
+    with the number that arrived and the missing ones. Port -1 picks a free port, for a server without other members;
+    the store's `port` is its number. If the picked port is taken at another address of the host, retry up to `retries`
+    times in all; if a requested port is taken, raise AddressTaken at once. Raises ConnectFailed if no server answers
+    within `timeout`.
     """
     if use_libuv is not None:
-        warnings.warn("use_libuv has no meaning here: rallypoint has one server", stacklevel=2)
+        warnings.warn("use_libuv is ignored: rallypoint has only one kind of server", stacklevel=2)
     if server_port == -1 and (world_size > 1 or not is_server):
-        whom = f"{world_size} members" if world_size > 1 else "a client"
-        raise ValueError(f"server_port -1 is a free port that only its server knows; {whom} must be told the number")
+        other = f"{world_size} members" if world_size > 1 else "a client"
+        raise ValueError(f"server_port -1 is a free port that only its server knows; {other} must be told the number")
     deadline = Deadline(timeout)
     port, tries = (0, max(1, retries)) if server_port == -1 else (server_port, 1)
     store = _open(tries, server_addr, port, None if is_server else world_size, is_server, timeout, wait_for_workers)
     if wait_for_workers:
         try:
-            _meet(store, world_size, deadline)
+            _await_members(store, world_size, deadline)
         except BaseException:
             store.close()
             raise
@@ -68,12 +68,12 @@ def create_c10d_store(
 
 
 def get_free_port() -> int:
-    """Return a port of localhost that was free a moment ago; `get_socket_with_port` keeps it."""
+    """Return a localhost port that was free just now; use `get_socket_with_port` to reserve one."""
     return net.free_port()
 
 
 def get_socket_with_port() -> socket.socket:
-    """Return a socket that listens on a free port of localhost; hand over its descriptor, and nobody can take it."""
+    """Return a socket that listens on a free localhost port; pass on its descriptor to keep the port reserved."""
     return net.bound_socket()
 
 
@@ -88,7 +88,7 @@ def _open(tries: int, *arguments: Any) -> TCPStore:
 
 
 class _Member(NamedTuple):
-    """One who came: the rank that it was given, if any, and its process."""
+    """A member that arrived: its rank, if it has one, and its process."""
 
     rank: str
     process: str
@@ -102,8 +102,8 @@ def _myself() -> _Member:
     return _Member(rank if rank.isdecimal() else "", f"{socket.gethostname()}:{os.getpid()}")
 
 
-def _meet(store: TCPStore, world_size: int, deadline: Deadline) -> None:
-    """Count this member, and wait until the number is complete."""
+def _await_members(store: TCPStore, world_size: int, deadline: Deadline) -> None:
+    """Count this member, and wait until the count is complete."""
     me = _myself()
     store.append(_WHO, f"+{me.rank} {me.process}\n")
     count = store.add(_COUNT, 1)
@@ -133,22 +133,22 @@ def _meet(store: TCPStore, world_size: int, deadline: Deadline) -> None:
 
 
 def _leave(store: TCPStore, me: _Member) -> int:
-    """Take this member's count back; return what it was, this member included."""
+    """Decrement the count; return the count before, with this member."""
     count = store.add(_COUNT, -1) + 1
     store.append(_WHO, f"-{me.rank} {me.process}\n")
     return count
 
 
 def _roll_call(who: str, count: int, world_size: int) -> tuple[int, list[str], list[str]]:
-    """Return how many have come, who they are, and who is missing where that can be known.
+    """Return how many members arrived, their names, and the missing ranks if they can be known.
 
-    Those who came and gave up count: all members give up within moments of each other, and each is to tell the same.
+    Members that gave up are included: all give up at nearly the same time, and all should report the same.
     """
     here = {_Member(rank, process): sign == "+" for sign, rank, process in re.findall(r"([+-])(\d*) (\S+)\n", who)}
     silent = max(0, count - sum(here.values()))
     names = [str(member) if present else f"{member} gave up" for member, present in here.items()]
     if silent:
-        names.append(f"{silent} that did not say who, as PyTorch's do not")
+        names.append(f"{silent} unidentified (PyTorch's processes do not identify themselves)")
     ranks = {int(member.rank) for member in here if member.rank}
     known = not silent and len(ranks) == len(here) and ranks <= set(range(world_size))
     missing = [f"rank {rank}" for rank in range(world_size) if rank not in ranks] if known else []

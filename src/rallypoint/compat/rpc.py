@@ -1,11 +1,11 @@
-"""Changing the members of an RPC group, as PyTorch's RPC does it, without its two traps.
+"""Change the members of an RPC group as PyTorch's RPC does, with a token that is never left taken.
 
-`group_membership` is the critical section in which one worker joins or leaves: one at a time, under a token in the
-store. PyTorch's token stays taken for ever when its holder dies or raises; this one is a `Lock`, which is released on
-any exit and falls with the holder's session. `update_group_membership` tells the agent of this process that a worker
-came or went: its view of the others, with their devices and the way back for answers.
+`group_membership` is the critical section in which one worker at a time joins or leaves, under a token in the store.
+PyTorch's token stays taken if its holder dies or raises. This one is a `Lock`: it is released on any exit, and when the
+holder's session ends. `update_group_membership` tells the agent of this process that a worker joined or left, with its
+devices and the reverse device map for replies.
 
-The agent is whatever was given to `set_current_agent`: an `Agent`, which may follow a `rallypoint.Group` by itself.
+The agent is the `Agent` passed to `set_current_agent`; it can also follow a `rallypoint.Group`.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ TOKEN = "RpcGroupManagementToken"
 
 
 class WorkerInfo(NamedTuple):
-    """A worker's name and id; PyTorch's own object of that name does as well."""
+    """A worker's name and id; PyTorch's own WorkerInfo is accepted too."""
 
     name: str
     id: int
 
 
 class Peer(NamedTuple):
-    """What an agent knows of another worker.
+    """Another worker, as an agent knows it.
 
-    `reverse_device_map` has, for each device of ours that the peer sends to, its own device that the answers go to.
+    `reverse_device_map` maps each of our devices that the peer sends to, to the peer's device that receives the reply.
     """
 
     info: WorkerInfo
@@ -43,7 +43,7 @@ class Peer(NamedTuple):
 
 
 class Agent:
-    """The view that one worker has of the others."""
+    """One worker's view of the others."""
 
     def __init__(self, name: str, devices: Sequence[str] = ()) -> None:
         self.name = name
@@ -51,41 +51,41 @@ class Agent:
         self.peers: dict[str, Peer] = {}
 
     def update(self, info: Any, devices: Sequence[Any], reverse_device_map: Mapping[Any, Any], is_join: bool) -> None:
-        """Add a worker that came, in place of an earlier one of its name, or take out one that went.
+        """Add a worker that joined, replacing an earlier one of that name, or remove one that left.
 
-        Raises BadDeviceMap, and changes nothing, when the map is not one-to-one or names a device that is not there.
+        Raises BadDeviceMap, and changes nothing, if the map is not one-to-one or names an unknown device.
         """
         worker = WorkerInfo(str(info.name), int(info.id))
         if not is_join:
             known = self.peers.get(worker.name)
-            if known is not None and known.info.id == worker.id:  # else it has come back meanwhile, under a new id
+            if known is not None and known.info.id == worker.id:  # else it has rejoined meanwhile with a new id
                 del self.peers[worker.name]
             return
         theirs = tuple(map(str, devices))
-        back = {str(ours): str(device) for ours, device in reverse_device_map.items()}
-        self._check(worker.name, theirs, back)
-        self.peers[worker.name] = Peer(worker, theirs, back)
+        reverse_map = {str(ours): str(device) for ours, device in reverse_device_map.items()}
+        self._check(worker.name, theirs, reverse_map)
+        self.peers[worker.name] = Peer(worker, theirs, reverse_map)
 
     def follow(self, view: View) -> None:
-        """Take over a group's view: everybody who is in it, and nobody else."""
-        back = view.members[self.name].reverse_maps
+        """Replace the peers with the members of a group's view."""
+        reverse_maps = view.members[self.name].reverse_maps
         self.peers = {
-            member.name: Peer(WorkerInfo(member.name, member.id), member.devices, back.get(member.name, {}))
+            member.name: Peer(WorkerInfo(member.name, member.id), member.devices, reverse_maps.get(member.name, {}))
             for member in view.members.values()
             if member.name != self.name
         }
 
-    def _check(self, worker: str, theirs: tuple[str, ...], back: Mapping[str, str]) -> None:
+    def _check(self, worker: str, theirs: tuple[str, ...], reverse_map: Mapping[str, str]) -> None:
         thing = f"the view of worker {self.name!r}"
         seen: set[str] = set()
-        for ours, device in back.items():
+        for ours, device in reverse_map.items():
             why = ""
             if device not in theirs:
                 why = f"{worker} has no device {device}"
             elif self.devices and ours not in self.devices:
                 why = f"{self.name} has no device {ours}"
             elif device in seen:
-                why = f"two devices of {self.name} go back to {device}"
+                why = f"two devices of {self.name} map to {device}"
             if why:
                 raise BadDeviceMap(thing=thing, member=worker, peer=self.name, device=device, why=why)
             seen.add(device)
@@ -95,7 +95,7 @@ _current: Agent | None = None
 
 
 def set_current_agent(agent: Agent | None) -> None:
-    """Say which agent this process is."""
+    """Set the agent of this process."""
     global _current
     _current = agent
 
@@ -103,15 +103,15 @@ def set_current_agent(agent: Agent | None) -> None:
 def current_agent() -> Agent:
     """Return the agent of this process."""
     if _current is None:
-        raise RuntimeError("this process has no RPC agent; make one, and give it to set_current_agent")
+        raise RuntimeError("this process has no RPC agent; create one and pass it to set_current_agent")
     return _current
 
 
 @contextlib.contextmanager
 def group_membership(store: Any, name: str, is_join: bool) -> Iterator[None]:
-    """Hold the token of the group in this block: nobody else joins or leaves meanwhile.
+    """Hold the group's token in this block: no other worker joins or leaves meanwhile.
 
-    Waits as long as the store's timeout, and then raises MembersMissing, which names the holder.
+    Raises MembersMissing, which names the holder, after the store's timeout.
     """
     with Lock(store, TOKEN, member=f"{name}, which {'joins' if is_join else 'leaves'}"):
         yield
@@ -120,5 +120,5 @@ def group_membership(store: Any, name: str, is_join: bool) -> Iterator[None]:
 def update_group_membership(
     worker_info: Any, my_devices: Sequence[Any], reverse_device_map: Mapping[Any, Any], is_join: bool
 ) -> None:
-    """Tell the current agent that a worker joined or left: its info, its devices, and the way back from ours to its."""
+    """Tell the current agent that a worker joined or left: its info, its devices, and the map for replies to it."""
     current_agent().update(worker_info, my_devices, reverse_device_map, is_join)

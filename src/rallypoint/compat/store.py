@@ -1,26 +1,26 @@
-"""Meeting on a store as `torch.distributed.elastic.utils.store` does, on ours or PyTorch's, with whoever uses that.
+"""Synchronize on a store, ours or PyTorch's, as `torch.distributed.elastic.utils.store` does, also with its callers.
 
-The keys are PyTorch's, so that callers of its functions and of these meet:
+The keys are PyTorch's, so callers of its functions and of these meet:
 
-    PREFIX0 … PREFIXn-1                     what each rank gave to `synchronize`
-    PREFIX/finished/num_members, …          a barrier's two, on which rank 0 waits for those who still read
-    PREFIX/num_members, PREFIX/last_member  how many came to a barrier, and the key that opens it
-    PREFIXr/TRACE                           rank r has come (PyTorch writes it only when it gives up); ours say "gone"
-                                            in it when they have given up
-    PREFIX/TRACING_GATE                     written by rank 0 when it has looked; releases PyTorch's others
+    PREFIX0 … PREFIXn-1                     the data of each rank in `synchronize`
+    PREFIX/finished/num_members, …          the two keys of a barrier, at which rank 0 waits for the other readers
+    PREFIX/num_members, PREFIX/last_member  the number of callers at a barrier, and the key that opens it
+    PREFIXr/TRACE                           rank r has arrived (PyTorch writes it only when it gives up); our callers
+                                            write "gone" to it when they give up
+    PREFIX/TRACING_GATE                     written by rank 0 when it has checked; releases PyTorch's other ranks
 
-As there, one PREFIX serves one meeting, callers are counted and not told apart, and the keys stay. What is mended:
+As in PyTorch, a PREFIX serves one barrier, callers are counted but not told apart, and the keys stay. Differences:
 
-    what                            PyTorch                               here
-    who names the missing           rank 0, at most 16, itself never      every caller that gave a rank, all of them
-    a barrier without a rank        the store's error                     the same class, and how many came
-    a time-out on its FileStore     no names, for it is another error     names
-    a caller that gives up          stays counted: a retry opens early    is taken back, unless the barrier opened
-    the store's timeout             replaced; after an error, for good    not touched; `store_timeout` restores it
-    synchronize's timeout           begins anew for each wait             bounds the whole call
-    a timeout of 0                  on some stores, for ever              only if it is true now
+                                    PyTorch                                 here
+    missing ranks are named by      rank 0; at most 16, never itself        every caller that gave a rank; all of them
+    barrier without a rank          the store's error                       the same class, with the number arrived
+    timeout on a FileStore          no names: another error class           names
+    caller that gives up            stays counted: a retry opens early      is no longer counted, unless it opened
+    the store's timeout             replaced; for good after an error       not changed; `store_timeout` restores it
+    timeout of `synchronize`        starts again for each wait              limits the whole call
+    timeout 0                       on some stores, waits for ever          returns only if already complete
 
-Rejected: our own `Barrier` beneath. It tells callers apart, but PyTorch's would never arrive.
+Rejected: use our own `Barrier`. It tells callers apart, but PyTorch's callers would never arrive at it.
 """
 
 from __future__ import annotations
@@ -33,69 +33,54 @@ from datetime import timedelta
 from typing import Any
 
 from rallypoint.deadline import Deadline
-from rallypoint.errors import StoreError, StoreTimeout
+from rallypoint.errors import StoreTimeout
 
 __all__ = ["BarrierTimeout", "store_timeout", "get_all", "synchronize", "barrier"]
 
 LEAST_S, MOST_S = 0.001, 365 * 86400.0
-"""What PyTorch's stores understand as a timeout: 0 is for ever on some, and a large one wraps around."""
+"""The timeouts that PyTorch's stores accept: 0 means for ever on some, and large values overflow."""
 
 SLACK_S = 0.05
-"""How much too early a store's time-out may come."""
+"""How much too early a store may time out."""
 
 POLL_S, MAX_POLL_S = 0.02, 0.5
-"""How often those are looked at who come, or leave, without a key to wait for; ever less often."""
+"""The first and the longest poll interval for arrivals and departures that have no key to wait for."""
 
 _HERE, _GONE = b"here", b"gone"
 
 
 class BarrierTimeout(StoreTimeout):
-    """Fewer callers than the world size came to a barrier in time.
+    """Fewer callers than the world size arrived at a barrier in time.
 
-    `missing_ranks` are the ranks that never came; where all have, those that came and gave up before. `missing` is what
-    the decoder made of them. Without a rank both are empty, and `arrived`, how many had come and not given up, is all.
+    `missing_ranks` are the ranks that never arrived or, if all did, those that gave up earlier. `missing` has their
+    names from the decoder. Both are empty for a caller without a rank. `arrived` counts the callers that arrived and
+    did not give up.
     """
 
-    rank: int | None
     key_prefix: str
     world_size: int
     arrived: int
-    missing_ranks: tuple[int, ...]
+    rank: int | None = None
+    missing_ranks: Sequence[int] = ()
+    missing: Sequence[str] = ()
+    operation: str = "barrier"
+    keys: Sequence[str] = ()
 
-    def __init__(
-        self,
-        *,
-        store: str,
-        key_prefix: str,
-        world_size: int,
-        timeout_s: float,
-        arrived: int,
-        rank: int | None = None,
-        missing_ranks: Sequence[int] = (),
-        missing: Sequence[str] = (),
-    ) -> None:
-        on = "" if rank is None else f" on rank {rank}"
-        who = f"arrived={arrived}" if rank is None else f"missing_ranks=[{', '.join(missing)}]"
-        StoreError.__init__(
-            self,
-            f"Timed out waiting on barrier{on}, for key prefix: {key_prefix} "
-            f"(world_size={world_size}, {who}, timeout={timeout_s})",
-            operation="barrier",
-            keys=(key_prefix + "/last_member",),
-            missing=tuple(missing),
-            timeout_s=timeout_s,
-            store=store,
-            rank=rank,
-            key_prefix=key_prefix,
-            world_size=world_size,
-            arrived=arrived,
-            missing_ranks=tuple(missing_ranks),
+    def __post_init__(self) -> None:
+        self.keys = (self.key_prefix + "/last_member",)
+
+    def _sentence(self) -> str:
+        on = "" if self.rank is None else f" on rank {self.rank}"
+        who = f"arrived={self.arrived}" if self.rank is None else f"missing_ranks=[{', '.join(self.missing)}]"
+        return (
+            f"Timed out waiting on barrier{on}, for key prefix: {self.key_prefix} "
+            f"(world_size={self.world_size}, {who}, timeout={self.timeout_s})"
         )
 
 
 @contextmanager
 def store_timeout(store: Any, timeout: float) -> Iterator[None]:
-    """Let blocking calls of a store wait so many seconds within the block, however that ends."""
+    """Set the store's timeout, in seconds, for the block, and restore it afterwards."""
     before = store.timeout
     store.set_timeout(timedelta(seconds=timeout))
     try:
@@ -105,9 +90,9 @@ def store_timeout(store: Any, timeout: float) -> Iterator[None]:
 
 
 def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
-    """Return the values of `{prefix}0` to `{prefix}n-1`, once all are there, within the store's timeout.
+    """Return the values of `{prefix}0` to `{prefix}n-1` once all exist, within the store's timeout.
 
-    Rank 0 returns when all others have read them, so that whoever hosts the store may exit.
+    Rank 0 returns when all others have read them, so that it can exit if it hosts the store.
     """
     return _collect(store, rank, prefix, world_size, Deadline(store.timeout))
 
@@ -115,7 +100,7 @@ def get_all(store: Any, rank: int, prefix: str, world_size: int) -> list[bytes]:
 def synchronize(
     store: Any, data: bytes, rank: int, world_size: int, key_prefix: str, timeout: float = 300
 ) -> list[bytes]:
-    """Give `data`, and return what all ranks gave, in their order. Raises what the store does at a time-out."""
+    """Contribute `data`, and return the data of all ranks, by rank. Raises the store's error at the timeout."""
     deadline = Deadline(timeout)
     store.set(f"{key_prefix}{rank}", data)
     return _collect(store, rank, key_prefix, world_size, deadline)
@@ -130,16 +115,16 @@ def barrier(
     rank_tracing_decoder: Callable[[int], str] | None = None,
     trace_timeout: float = 10,
 ) -> None:
-    """Return when `world_size` callers have come to this prefix.
+    """Return when `world_size` callers have arrived at this prefix.
 
-    Raises BarrierTimeout, which is also what the store itself raises at a time-out. It names the missing where a rank
-    was given; up to `trace_timeout` passes while others, that have come and not said who they are, may say so, and
-    while rank 0, who may host the store, lets the others look first.
+    Raises BarrierTimeout, which is also an instance of the store's own timeout error. It names the missing ranks if a
+    rank was given: this takes up to `trace_timeout`, in which other callers can identify themselves, and in which
+    rank 0, which may host the store, lets the others check first.
     """
     if rank is None and rank_tracing_decoder is not None:
-        raise AssertionError("rank_tracing_decoder was given without rank: only ranks can be named")
+        raise AssertionError("rank_tracing_decoder needs rank: without it no rank can be named")
     deadline = Deadline(barrier_timeout)
-    error = _meet(store, world_size, key_prefix, deadline, rank)
+    error = _await_members(store, world_size, key_prefix, deadline, rank)
     if error is None:
         return
     missing: list[int] = []
@@ -166,7 +151,7 @@ def barrier(
 
 @functools.cache
 def _as(theirs: Any) -> type[BarrierTimeout]:
-    """Return the class of our error that is caught, too, where the store's own would be."""
+    """Return a subclass of our error that is also a subclass of the store's own."""
     if issubclass(BarrierTimeout, theirs):
         return BarrierTimeout
 
@@ -195,14 +180,16 @@ def _collect(store: Any, rank: int, prefix: str, world_size: int, deadline: Dead
         if rank != 0:
             _arrive(store, world_size, f"{prefix}/finished")
             return values
-        error = _meet(store, world_size, f"{prefix}/finished", deadline)
+        error = _await_members(store, world_size, f"{prefix}/finished", deadline)
         if error is None or _leave(store, world_size, f"{prefix}/finished") >= world_size:
             return values
     raise error
 
 
-def _meet(store: Any, world_size: int, prefix: str, deadline: Deadline, rank: int | None = None) -> Exception | None:
-    """Arrive and wait for the others; return the store's error where they do not come in time."""
+def _await_members(
+    store: Any, world_size: int, prefix: str, deadline: Deadline, rank: int | None = None
+) -> Exception | None:
+    """Arrive and wait for the others; return the store's error if they do not arrive in time."""
     if rank is not None:
         store.set(_trace(prefix, rank), _HERE)
     opened = _arrive(store, world_size, prefix)
@@ -216,7 +203,7 @@ def _meet(store: Any, world_size: int, prefix: str, deadline: Deadline, rank: in
 
 
 def _arrive(store: Any, world_size: int, prefix: str) -> str:
-    """Count one caller; return the key that is there when all have come."""
+    """Count one caller; return the key that exists when all have arrived."""
     opened = f"{prefix}/last_member"
     if store.add(f"{prefix}/num_members", 1) >= world_size:
         store.set(opened, "1")
@@ -224,7 +211,7 @@ def _arrive(store: Any, world_size: int, prefix: str) -> str:
 
 
 def _leave(store: Any, world_size: int, prefix: str) -> int:
-    """Take one caller back, and return how many there were with it; where all had come, it stays."""
+    """Uncount one caller, and return the count with it; if all had arrived, it stays counted."""
     arrived = int(store.add(f"{prefix}/num_members", -1)) + 1
     if arrived >= world_size:
         _arrive(store, world_size, prefix)
@@ -232,13 +219,13 @@ def _leave(store: Any, world_size: int, prefix: str) -> int:
 
 
 def _wait(store: Any, keys: list[str], deadline: Deadline) -> Exception | None:
-    """Wait for keys; return the store's error where the time runs out, whatever that store calls it."""
+    """Wait for keys; return the store's timeout error, of whatever class, or None."""
     try:
         store.wait(keys, timedelta(seconds=min(max(deadline.remaining(), LEAST_S), MOST_S)))
     except RuntimeError as error:
         if isinstance(error, ConnectionError) or deadline.remaining() > SLACK_S:
             raise
-        if not store.check(keys):  # raises, where what ended was not the time but the store
+        if not store.check(keys):  # raises if the store failed and this was no timeout
             return error
     return None
 
@@ -248,14 +235,14 @@ def _trace(prefix: str, rank: int) -> str:
 
 
 def _marks(store: Any, world_size: int, prefix: str) -> dict[int, bytes]:
-    """Return what is written of each rank that has come."""
+    """Return the trace value of each rank that has arrived."""
     absent = set(_absent(store, prefix, range(world_size)))
     here = [rank for rank in range(world_size) if rank not in absent]
     return dict(zip(here, store.multi_get([_trace(prefix, rank) for rank in here]), strict=True)) if here else {}
 
 
 def _absent(store: Any, prefix: str, ranks: range) -> list[int]:
-    """Return the ranks that have not come: halved and halved again, for as a rule they are few of many."""
+    """Return the ranks that have not arrived, by bisection: usually few of many."""
     if not ranks or store.check([_trace(prefix, rank) for rank in ranks]):
         return []
     if len(ranks) == 1:
@@ -265,7 +252,7 @@ def _absent(store: Any, prefix: str, ranks: range) -> list[int]:
 
 
 def _polls(deadline: Deadline) -> Iterator[None]:
-    """Yield now, and ever less often until the deadline."""
+    """Yield at once, then at growing intervals until the deadline."""
     pause_s = POLL_S
     while True:
         yield
@@ -276,7 +263,7 @@ def _polls(deadline: Deadline) -> Iterator[None]:
 
 
 def _roll_call(store: Any, rank: int, world_size: int, prefix: str, deadline: Deadline) -> list[int]:
-    """Return the missing ranks, when all who have come have said who they are, or the deadline passed."""
+    """Return the missing ranks, once all callers that arrived have identified themselves, or at the deadline."""
     marks: dict[int, bytes] = {}
     for _ in _polls(deadline):
         arrived = int(store.add(f"{prefix}/num_members", 0))
@@ -288,7 +275,7 @@ def _roll_call(store: Any, rank: int, world_size: int, prefix: str, deadline: De
 
 
 def _see_off(store: Any, rank: int, world_size: int, prefix: str, deadline: Deadline) -> None:
-    """Say that this rank is gone. Rank 0 goes last: others that have come may still be looking who is missing."""
+    """Mark this rank as gone. Rank 0 returns last: others may still be checking which ranks are missing."""
     store.set(_trace(prefix, rank), _GONE)
     if rank != 0:
         return

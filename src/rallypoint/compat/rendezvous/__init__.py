@@ -1,15 +1,15 @@
-"""The rendezvous of PyTorch's elastic runtime, by the names of `torch.distributed.elastic.rendezvous`; no torch needed.
+"""The rendezvous of PyTorch's elastic runtime, with the names of `torch.distributed.elastic.rendezvous`, without torch.
 
-    here            there, below torch.distributed.elastic.rendezvous
+    here            in torch.distributed.elastic.rendezvous
     api, errors     api
     endpoint, timer utils
     backend         c10d_rendezvous_backend, and RendezvousBackend of dynamic_rendezvous
-    handler, host   dynamic_rendezvous
+    handler         dynamic_rendezvous (with agent_rendezvous, backend_host and round_server)
     settings        RendezvousTimeout and RendezvousSettings of dynamic_rendezvous
     static          static_tcp_rendezvous
     registry        registry
 
-All names are here, too: moving over is a change of imports. docs/migrate.md says what behaves better.
+This module exports all public names, so that migration is a change of imports. docs/migrate.md lists the differences.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rallypoint.compat.rendezvous.static import StaticTCPRendezvous, create_rdzv
 from rallypoint.compat.rendezvous.timer import _delay, _PeriodicTimer
 
 __all__ = [
-    # what a launcher asks for, and gets
+    # the launcher's interface
     "RendezvousParameters",
     "RendezvousHandler",
     "RendezvousInfo",
@@ -61,13 +61,13 @@ __all__ = [
     "RendezvousHandlerRegistry",
     "rendezvous_handler_registry",
     "get_rendezvous_handler",
-    # nodes that come and go
+    # elastic: nodes join and leave
     "DynamicRendezvousHandler",
     "create_handler",
-    # ranks that are known from the start
+    # static: ranks are known from the start
     "StaticTCPRendezvous",
     "create_rdzv_handler",
-    # where the state is kept
+    # storage of the state
     "RendezvousBackend",
     "C10dRendezvousBackend",
     "Token",
@@ -83,7 +83,7 @@ __all__ = [
     "RendezvousConnectionError",
     "RendezvousStateError",
     "RendezvousGracefulExitError",
-    # text, hosts and time
+    # parsing, hosts and timers
     "parse_rendezvous_endpoint",
     "_parse_rendezvous_config",
     "_matches_machine_hostname",

@@ -1,8 +1,8 @@
-"""What a launcher and a rendezvous say to each other, as in `torch.distributed.elastic.rendezvous.api`.
+"""The interface between a launcher and a rendezvous, as in `torch.distributed.elastic.rendezvous.api`.
 
-A launcher asks the registry for the handler of a backend by name, with `RendezvousParameters`; `next_rendezvous` of
-the handler blocks until the nodes have met, and returns `RendezvousInfo`. Stores are whatever has the methods, ours
-or torch's, so they are not named by type here.
+A launcher gets the handler of a backend from the registry, by name, with `RendezvousParameters`. The handler's
+`next_rendezvous` blocks until the nodes of a round have joined, and returns `RendezvousInfo`. Stores are duck-typed,
+ours or torch's, so their type is `Any` here.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from rallypoint.compat.rendezvous.errors import (
     RendezvousStateError,
     RendezvousTimeoutError,
 )
+from rallypoint.compat.rendezvous.settings import check_nodes
 
 __all__ = [
     "RendezvousParameters",
@@ -46,7 +47,7 @@ _WORDS = {
 
 
 class RendezvousParameters:
-    """What a rendezvous is made from: a backend and its endpoint, the run, how many nodes, and further options."""
+    """The parameters of a rendezvous: backend and endpoint, run id, number of nodes, and further options."""
 
     def __init__(
         self,
@@ -60,12 +61,7 @@ class RendezvousParameters:
     ) -> None:
         if not backend:
             raise ValueError("the name of the rendezvous backend must not be empty")
-        if min_nodes < 1:
-            raise ValueError(f"the minimum number of nodes must be greater than zero: min_nodes is {min_nodes}")
-        if max_nodes < min_nodes:
-            raise ValueError(
-                f"the maximum, max_nodes ({max_nodes}), must not be less than the minimum, min_nodes ({min_nodes})"
-            )
+        check_nodes(min_nodes, max_nodes)
         self.backend = backend
         self.endpoint = endpoint
         self.run_id = run_id
@@ -75,11 +71,11 @@ class RendezvousParameters:
         self.local_addr = local_addr
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Return an option as it was given."""
+        """Return an option unchanged."""
         return self.config.get(key, default)
 
     def get_as_bool(self, key: str, default: bool | None = None) -> bool | None:
-        """Return an option that is a truth, 1 or 0, or a word: true, t, yes, y, false, f, no, n."""
+        """Return a boolean option: a bool, 1 or 0, or true, t, yes, y, false, f, no, n in any case."""
         value = self.get(key, default)
         if value is None or isinstance(value, bool):
             return value
@@ -89,7 +85,7 @@ class RendezvousParameters:
         raise ValueError(f"the rendezvous option {key!r} must be a boolean (true or false), not {value!r}")
 
     def get_as_int(self, key: str, default: int | None = None) -> int | None:
-        """Return an option that is a whole number, or text of one."""
+        """Return an integer option, converted from a string if necessary."""
         value = self.get(key, default)
         if value is None:
             return None
@@ -105,7 +101,7 @@ class RendezvousParameters:
 
 @dataclass
 class RendezvousStoreInfo:
-    """Where the workers of a round find the store that they start with."""
+    """The address of the store with which the workers of a round start."""
 
     MASTER_ADDR_KEY: ClassVar[str] = "MASTER_ADDR"
     MASTER_PORT_KEY: ClassVar[str] = "MASTER_PORT"
@@ -114,7 +110,7 @@ class RendezvousStoreInfo:
 
     @staticmethod
     def build(rank: int, store: Any, local_addr: str | None, server_port: int | None = None) -> RendezvousStoreInfo:
-        """Publish this host's address and a port as rank 0; as another rank, wait for what rank 0 published."""
+        """As rank 0, publish this host's address and a port; as another rank, wait for them. Return them."""
         address, port = RendezvousStoreInfo.MASTER_ADDR_KEY, RendezvousStoreInfo.MASTER_PORT_KEY
         if rank == 0:
             store.set(address, (local_addr or socket.getfqdn()).encode())
@@ -123,7 +119,7 @@ class RendezvousStoreInfo:
 
 
 class RendezvousInfo:
-    """One round, for one node: its rank among how many, a store of the round, and where workers start."""
+    """One node's view of a round: its rank, the number of nodes, the round's store, and the workers' store."""
 
     def __init__(self, store: Any, rank: int, world_size: int, bootstrap_store_info: RendezvousStoreInfo) -> None:
         self._store = store
@@ -143,12 +139,12 @@ class RendezvousInfo:
 
     @property
     def world_size(self) -> int:
-        """How many nodes the round has."""
+        """The number of nodes in the round."""
         return self._world_size
 
     @property
     def bootstrap_store_info(self) -> RendezvousStoreInfo | None:
-        """Where the workers find the store that they start with."""
+        """The address of the store with which the workers start."""
         return self._bootstrap_store_info
 
     def __repr__(self) -> str:
@@ -160,23 +156,23 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def get_backend(self) -> str:
-        """Return the name that this kind of rendezvous is registered by."""
+        """Return the name under which this kind of rendezvous is registered."""
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers may use the store that the launchers met on, and start none of their own."""
+        """Whether workers can use the launchers' store instead of starting their own."""
         return False
 
     @abc.abstractmethod
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return when the nodes of the next round have met.
+        """Return the next round, once its nodes have joined.
 
         Raises RendezvousClosedError, RendezvousConnectionError, RendezvousStateError or RendezvousTimeoutError.
         """
 
     @abc.abstractmethod
     def is_closed(self) -> bool:
-        """Say whether the rendezvous is closed: no further round will form."""
+        """Return whether the rendezvous is closed: no further round will form."""
 
     @abc.abstractmethod
     def set_closed(self) -> None:
@@ -184,7 +180,7 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes came too late for the current round, and wait for the next."""
+        """Return how many nodes arrived too late for the current round and wait for the next."""
 
     @abc.abstractmethod
     def get_run_id(self) -> str:
@@ -192,21 +188,21 @@ class RendezvousHandler(abc.ABC):
 
     @abc.abstractmethod
     def shutdown(self) -> bool:
-        """Let go of everything that the rendezvous holds open, and say whether that went well."""
+        """Release the resources of the rendezvous; return whether that succeeded."""
 
 
 RendezvousHandlerCreator = Callable[[RendezvousParameters], RendezvousHandler]
-"""What makes a handler from parameters."""
+"""A function that creates a handler from parameters."""
 
 
 class RendezvousHandlerRegistry:
-    """Which backend name is whose: makes handlers by name."""
+    """Maps backend names to handler creators."""
 
     def __init__(self) -> None:
         self._registry: dict[str, RendezvousHandlerCreator] = {}
 
     def register(self, backend: str, creator: RendezvousHandlerCreator) -> None:
-        """Give a name to a kind of rendezvous; a name that is another's raises ValueError."""
+        """Register a creator under a name. Raises ValueError if another creator has the name."""
         if not backend:
             raise ValueError("the name of the rendezvous backend must not be empty")
         present = self._registry.setdefault(backend, creator)
@@ -217,23 +213,23 @@ class RendezvousHandlerRegistry:
             )
 
     def create_handler(self, params: RendezvousParameters) -> RendezvousHandler:
-        """Make the handler that the parameters name; a name that is nobody's raises ValueError."""
+        """Create the handler that the parameters name. Raises ValueError if the name is not registered."""
         try:
             creator = self._registry[params.backend]
         except KeyError as error:
             known = ", ".join(sorted(self._registry)) or "none"
             raise ValueError(
-                f"the rendezvous backend {params.backend!r} is not registered; registered are: {known}. "
+                f"the rendezvous backend {params.backend!r} is not registered (registered: {known}). "
                 f"Was `register` called?"
             ) from error
         handler = creator(params)
         if handler.get_backend() != params.backend:
             raise RuntimeError(
-                f"the rendezvous backend {handler.get_backend()!r} of the handler that {creator!r} made does not match "
-                f"the requested {params.backend!r}"
+                f"the handler created by {creator!r} has the rendezvous backend {handler.get_backend()!r}, which does "
+                f"not match the requested {params.backend!r}"
             )
         return handler
 
 
 rendezvous_handler_registry = RendezvousHandlerRegistry()
-"""The registry that launchers of this process use."""
+"""The registry of this process."""

@@ -1,16 +1,16 @@
-"""Where the state of a rendezvous is kept, as in `torch.distributed.elastic.rendezvous.c10d_rendezvous_backend`.
+"""Storage of the rendezvous state, as in `torch.distributed.elastic.rendezvous.c10d_rendezvous_backend`.
 
-The state is one opaque blob, in base64, under one key of any store, ours or PyTorch's; callers of PyTorch's backend and
-of this one meet in it:
+The state is one opaque value, in base64, under one key of any store, ours or PyTorch's. Nodes with PyTorch's backend
+and with this one share it:
 
     torch.rendezvous.RUN_ID     "Y2FuaW1hZGFt" while there is no state, else base64 of the state
 
-A token is what the key held. What is mended: a state that is empty can be replaced; a key that is gone is no state,
-so that the next `set_state` writes it; a blob that is not wholly base64 is corrupt, where PyTorch drops what it cannot
-read and returns the rest.
+A token is the key's value. Differences from PyTorch: an empty state can be replaced; a missing key means no state, and
+the next `set_state` writes it; a value that is not valid base64 is corrupt, where PyTorch skips the invalid characters
+and returns the rest.
 
-`create_backend` makes the store, too. Whoever has the address of the endpoint hosts it; of several such processes the
-one that binds the port, and the others connect to that one.
+`create_backend` also creates the store. The process with the endpoint's address hosts it; of several such processes,
+the one that binds the port hosts it, and the others connect.
 """
 
 from __future__ import annotations
@@ -32,21 +32,22 @@ from rallypoint.store.base import Store
 from rallypoint.store.file import FileStore
 from rallypoint.store.tcp import TCPStore
 
-__all__ = ["C10dRendezvousBackend", "RendezvousBackend", "Token", "create_backend", "DEFAULT_PORT"]
+__all__ = ["C10dRendezvousBackend", "RendezvousBackend", "Token", "create_backend", "DEFAULT_PORT", "READ_TIMEOUT_S"]
 
 DEFAULT_PORT = 29400
-"""The port of an endpoint that names none."""
+"""The port of an endpoint without one."""
 
 READ_TIMEOUT_S = 60
+"""The default timeout to reach the store, and of each operation on it."""
 
 _NO_STATE = "Y2FuaW1hZGFt"
 
 Token = Any
-"""What a backend gives out with a state, and takes back to replace it: an opaque value."""
+"""An opaque value that a backend returns with a state, and needs to replace it."""
 
 
 class RendezvousBackend(abc.ABC):
-    """Keeps the state of one rendezvous for all its nodes."""
+    """Stores the state of one rendezvous for all its nodes."""
 
     @property
     @abc.abstractmethod
@@ -55,16 +56,17 @@ class RendezvousBackend(abc.ABC):
 
     @abc.abstractmethod
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token, or None where there is none.
+        """Return the state and its token, or None if there is no state.
 
-        Raises RendezvousConnectionError, or RendezvousStateError where the state is corrupt.
+        Raises RendezvousConnectionError, or RendezvousStateError if the state is corrupt.
         """
 
     @abc.abstractmethod
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state of that token, or without one write the first; return what is there, and whether we won.
+        """Replace the state of that token, or without a token write the first state.
 
-        Raises RendezvousConnectionError, or RendezvousStateError where the state that is there is corrupt.
+        Return the present state, its token, and whether it was replaced. Raises RendezvousConnectionError, or
+        RendezvousStateError if the present state is corrupt.
         """
 
 
@@ -84,11 +86,11 @@ class C10dRendezvousBackend(RendezvousBackend):
         return "c10d"
 
     def get_state(self) -> tuple[bytes, Token] | None:
-        """Return the state and its token, or None where there is none."""
+        """Return the state and its token, or None if there is no state."""
         return self._decode(self._call("get"))
 
     def set_state(self, state: bytes, token: Token | None = None) -> tuple[bytes, Token, bool] | None:
-        """Replace the state of that token, or without one write the first; return what is there, and whether we won."""
+        """Replace the state of that token, or write the first; return the present state, its token, and success."""
         wanted = b64encode(state).decode()
         if token is None:
             expected = _NO_STATE
@@ -97,13 +99,13 @@ class C10dRendezvousBackend(RendezvousBackend):
         else:
             present = self.get_state()
             return None if present is None else (*present, False)
-        blob = self._call("compare_set", expected, wanted)
-        if blob == expected.encode() != wanted.encode():  # as stores answer where the key is gone
+        data = self._call("compare_set", expected, wanted)
+        if data == expected.encode() != wanted.encode():  # stores reply this if the key is gone
             if token is not None:
                 return None
-            blob = self._call("compare_set", "", wanted)
-        present = self._decode(blob)
-        return None if present is None else (*present, blob == wanted.encode())
+            data = self._call("compare_set", "", wanted)
+        present = self._decode(data)
+        return None if present is None else (*present, data == wanted.encode())
 
     def _call(self, operation: str, *arguments: str) -> bytes:
         try:
@@ -112,28 +114,28 @@ class C10dRendezvousBackend(RendezvousBackend):
             raise
         except (ValueError, RuntimeError, OSError) as error:
             raise RendezvousConnectionError(
-                f"the connection to the state of the rendezvous has failed: {operation} of {self._key!r} "
+                f"cannot access the rendezvous state: {operation} of {self._key!r} "
                 f"in {self._store!r} raised {_brief(error)}"
             ) from error
         return value
 
-    def _decode(self, blob: bytes) -> tuple[bytes, Token] | None:
-        if blob == _NO_STATE.encode():
+    def _decode(self, data: bytes) -> tuple[bytes, Token] | None:
+        if data == _NO_STATE.encode():
             return None
         try:
-            return b64decode(blob, validate=True), blob
+            return b64decode(data, validate=True), data
         except ValueError as error:
             raise RendezvousStateError(
-                f"the state of the rendezvous is corrupt: {self._key!r} in {self._store!r} holds {blob[:40]!r}, "
+                f"the rendezvous state is corrupt: {self._key!r} in {self._store!r} holds {data[:40]!r}, "
                 f"which is not base64 ({error})"
             ) from error
 
 
 def create_backend(params: RendezvousParameters) -> tuple[C10dRendezvousBackend, Store]:
-    """Make the store that an endpoint names, as its host or as a client, and the backend on it.
+    """Create the store at an endpoint, as its host or as a client, and the backend on it.
 
     The endpoint is `host[:port]`, or with the option `store_type=file` a path (empty: a temporary file). Options:
-    `read_timeout` in seconds (60), `is_host` (else found out). Raises RendezvousConnectionError.
+    `read_timeout` in seconds (60), `is_host` (default: detected). Raises RendezvousConnectionError.
     """
     kind = str(params.get("store_type", "tcp")).strip().lower()
     if kind not in ("tcp", "file"):
@@ -159,7 +161,7 @@ def _create_file_store(params: RendezvousParameters, timeout: timedelta) -> File
         return FileStore(path, timeout=timeout)
     except (RallypointError, OSError) as error:
         raise RendezvousConnectionError(
-            f"the connection to the store of the rendezvous in the file {path!r} has failed: {_brief(error)}"
+            f"cannot open the rendezvous store in the file {path!r}: {_brief(error)}"
         ) from error
 
 
@@ -167,14 +169,13 @@ def _create_tcp_store(params: RendezvousParameters, timeout: timedelta) -> TCPSt
     host, port = parse_rendezvous_endpoint(params.endpoint, DEFAULT_PORT)
     told = params.get_as_bool("is_host")
     is_host = _matches_machine_hostname(host) if told is None else told
-    by = "as found out" if told is None else "by the option 'is_host'"
-    role = f"{by}, this process is {'a host' if is_host else 'no host'} of it"
+    by = "by its address" if told is None else "by the option 'is_host'"
+    role = f"{by}, this process is {'its host' if is_host else 'a client'}"
     try:
         return _host_or_join(host, port, timeout) if is_host else _join(host, port, timeout)
     except RallypointError as error:
         raise RendezvousConnectionError(
-            f"the connection to the store of the rendezvous at {net.Endpoint(host, port)} has failed ({role}): "
-            f"{_brief(error)}"
+            f"cannot connect to the rendezvous store at {net.Endpoint(host, port)} ({role}): {_brief(error)}"
         ) from error
 
 
@@ -182,9 +183,9 @@ def _host_or_join(host: str, port: int, timeout: timedelta) -> TCPStore:
     try:
         return TCPStore(host, port, is_master=True, timeout=timeout, wait_for_workers=False, multi_tenant=True)
     except AddressTaken as taken:
-        if taken.ours is None:  # nobody answers there, or it is not an address of this machine
+        if taken.ours is None:  # no server answers there, or it is not an address of this machine
             raise
-        with suppress(RallypointError):  # it may be PyTorch's server, which serves as well
+        with suppress(RallypointError):  # it may be PyTorch's server, which works too
             return _join(host, port, timeout)
         raise taken
 
@@ -194,5 +195,5 @@ def _join(host: str, port: int, timeout: timedelta) -> TCPStore:
 
 
 def _brief(error: Exception) -> str:
-    """Say an error in a line: PyTorch's have the stack of its C++ in their words."""
+    """Return the first line of an error: PyTorch's messages contain a C++ stack trace."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"

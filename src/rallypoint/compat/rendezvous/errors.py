@@ -1,4 +1,4 @@
-"""The errors of a rendezvous, with PyTorch's names; each is ours, and PyTorch's too where that is loaded.
+"""The errors of a rendezvous, with PyTorch's names; each is ours, and also PyTorch's if torch is loaded.
 
     RendezvousError                    RallypointError, a RuntimeError
     ├── RendezvousClosedError
@@ -7,10 +7,10 @@
     ├── RendezvousStateError
     └── RendezvousGracefulExitError
 
-An error that is made while `torch.distributed.elastic.rendezvous` is loaded is caught by the class of that name there,
-as well: its own handler on one of our backends, or its agent, knows what to do. It pickles as ours. Nothing here
-imports torch; where it is not loaded, nobody can name its classes. Rejected: a metaclass that claims the kinship,
-because `except` does not ask it.
+While `torch.distributed.elastic.rendezvous` is loaded, each new error is also an instance of its class of the same
+name, so that torch's own handler on one of our backends, or its agent, can catch it. It pickles as ours. Nothing here
+imports torch; unless it is loaded, no code can name its classes. Rejected: a metaclass with `__instancecheck__`,
+because `except` does not call it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ _TORCHS = "torch.distributed.elastic.rendezvous.api"
 
 
 class RendezvousError(RallypointError):
-    """A rendezvous could not do what was asked of it."""
+    """A rendezvous operation failed."""
 
     def __new__(cls, *words: object, **fields: Any) -> Any:
-        """Make the error of a class that torch's code catches too, if there is one."""
-        maker: type[Exception] = OSError if issubclass(cls, OSError) else RuntimeError  # only it knows the layout
+        """Create an instance of a class that torch's code catches too, if torch is loaded."""
+        maker: type[Exception] = OSError if issubclass(cls, OSError) else RuntimeError  # it sets the memory layout
         return maker.__new__(_caught_by_torch(cls))
 
     def __init__(self, *words: object, **fields: Any) -> None:
@@ -54,11 +54,11 @@ class RendezvousClosedError(RendezvousError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """The rendezvous did not come about within its timeout."""
+    """The rendezvous did not complete within its timeout."""
 
 
 class RendezvousConnectionError(RendezvousError, NetworkError):
-    """The connection to what keeps the state of the rendezvous has failed."""
+    """The connection to the rendezvous backend failed."""
 
 
 class RendezvousStateError(RendezvousError):
@@ -66,7 +66,7 @@ class RendezvousStateError(RendezvousError):
 
 
 class RendezvousGracefulExitError(RendezvousError):
-    """This node has no part in the rendezvous any more, and ends well."""
+    """This node is no longer needed by the rendezvous, and exits successfully."""
 
 
 def _caught_by_torch(ours: Any) -> type[RendezvousError]:

@@ -1,8 +1,8 @@
-"""The handlers that are there by name, as in `torch.distributed.elastic.rendezvous.registry`.
+"""Rendezvous handlers by name, as in `torch.distributed.elastic.rendezvous.registry`.
 
-`HANDLERS` are there from the start. Installed packages add theirs by entry points of the group `torchrun.handlers`,
-as for PyTorch: each a function without arguments that returns the creator. PyTorch imports all of them at once; here
-one is imported when it is asked for by name, for it may well import torch.
+`HANDLERS` are built in. Installed packages add theirs by entry points of the group `torchrun.handlers`, as for PyTorch:
+each is a function without arguments that returns the creator. PyTorch imports all of them at once. Here each is
+imported when it is first requested by name, because it may import torch.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ def _create_c10d_handler(params: RendezvousParameters) -> RendezvousHandler:
 
 
 HANDLERS: dict[str, RendezvousHandlerCreator] = {"c10d": _create_c10d_handler, "static": create_rdzv_handler}
-"""The kinds of rendezvous that are registered from the start."""
+"""The built-in handlers."""
 
 
 def get_rendezvous_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler that the parameters name: a registered one, or an installed package's."""
+    """Create the handler that the parameters name: a registered one, or an installed package's."""
     _register_out_of_tree_handlers()
     return rendezvous_handler_registry.create_handler(params)
 
@@ -45,7 +45,7 @@ def _register_default_handlers() -> None:
 
 
 def _register_out_of_tree_handlers() -> None:
-    """Register, by name alone, what installed packages offer; a name that is taken stays whose it is."""
+    """Register the handlers of installed packages without importing them; keep names already registered."""
     for entry in entry_points(group=ENTRY_POINTS):
         rendezvous_handler_registry._registry.setdefault(entry.name, _loading(entry))
 

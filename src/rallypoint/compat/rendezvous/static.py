@@ -1,6 +1,6 @@
-"""A rendezvous whose nodes know their ranks from the start, as in `…rendezvous.static_tcp_rendezvous` of PyTorch.
+"""A rendezvous whose nodes know their ranks from the start, as in PyTorch's `…rendezvous.static_tcp_rendezvous`.
 
-There is nothing to agree on: the node of rank 0 starts the server at the endpoint, or shares the one of ours that is
+The nodes negotiate nothing: rank 0 starts the server at the endpoint, or shares a rallypoint server that already runs
 there, and all others connect to it. Their keys have the run id as a prefix.
 """
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 600
 
 
 class StaticTCPRendezvous(RendezvousHandler):
-    """The handler of one node of a static rendezvous; it has no more than one store, whatever the number of rounds."""
+    """The handler of one node of a static rendezvous; all rounds share one store."""
 
     def __init__(
         self, master_addr: str, master_port: int, rank: int, world_size: int, run_id: str, timeout: int
@@ -38,16 +38,16 @@ class StaticTCPRendezvous(RendezvousHandler):
         self._store: TCPStore | None = None
 
     def get_backend(self) -> str:
-        """Return the name that this kind of rendezvous is registered by."""
+        """Return the name under which this kind of rendezvous is registered."""
         return "static"
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers may use the store that the launchers met on: yes."""
+        """Whether workers can use the launchers' store: always True."""
         return True
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return the ranks as they were given, on a store that stands; raise the store's error where none does."""
+        """Return the configured rank and world size, with a connected store. Raises the store's error."""
         if self._store is None:
             self._store = TCPStore(
                 self.master_addr,
@@ -61,11 +61,11 @@ class StaticTCPRendezvous(RendezvousHandler):
         return RendezvousInfo(PrefixStore(self.run_id, self._store), self.rank, self.world_size, start)
 
     def is_closed(self) -> bool:
-        """Say no: a static rendezvous has nobody to tell."""
+        """Return False: a static rendezvous cannot be closed."""
         return False
 
     def set_closed(self) -> None:
-        """Do nothing: a static rendezvous has nobody to tell."""
+        """Do nothing: a static rendezvous cannot be closed."""
 
     def num_nodes_waiting(self) -> int:
         """Return 0: all nodes are known from the start."""
@@ -76,28 +76,25 @@ class StaticTCPRendezvous(RendezvousHandler):
         return self.run_id
 
     def shutdown(self) -> bool:
-        """Say that all went well; the server stays while this process does, for workers may still use it."""
+        """Return True. The server runs until this process ends, because workers may still use it."""
         return True
 
 
 def create_rdzv_handler(params: RendezvousParameters) -> RendezvousHandler:
-    """Make the handler of the node whose rank is the option `rank`, of `max_nodes`; `timeout` is in seconds (600)."""
+    """Create the handler of node `rank`, an option, of `max_nodes`; the option `timeout` is in seconds (600)."""
     rank = params.get_as_int("rank")
     if rank is None:
-        raise ValueError("a static rendezvous needs the option 'rank', which is absent (torchrun: --node-rank)")
+        raise ValueError("a static rendezvous needs the option 'rank' (torchrun: --node-rank)")
     if not 0 <= rank < params.max_nodes:
         raise ValueError(
             f"the option 'rank' must be 0 to {params.max_nodes - 1} for {params.max_nodes} nodes, not {rank}"
         )
     if not (params.endpoint or "").strip():
-        raise ValueError(
-            "a static rendezvous needs an endpoint, which is absent (torchrun: --master-addr and --master-port)"
-        )
+        raise ValueError("a static rendezvous needs an endpoint (torchrun: --master-addr and --master-port)")
     host, port = parse_rendezvous_endpoint(params.endpoint, -1)
     if port == -1:
         raise ValueError(
-            f"the endpoint {params.endpoint!r} of a static rendezvous needs a port, which is absent "
-            f"(torchrun: --master-port)"
+            f"the endpoint {params.endpoint!r} of a static rendezvous needs a port (torchrun: --master-port)"
         )
     timeout_s = params.get_as_int("timeout", TIMEOUT_S)
     return StaticTCPRendezvous(

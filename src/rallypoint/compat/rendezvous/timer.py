@@ -1,9 +1,9 @@
-"""Delays, and a function that is called periodically, as in `torch.distributed.elastic.rendezvous.utils`.
+"""Delays and periodic calls, as in `torch.distributed.elastic.rendezvous.utils`.
 
-A timer's thread is a daemon and has no hold on the timer. It ends with `cancel`, or when nobody refers to the timer
-any more, or, if the function is a method, when its object is gone: an owner may keep a timer that calls the owner.
-Whoever drops the last reference waits for a call that is under way, as `cancel` does; the end of the interpreter does
-not, for a call that never returns would keep it.
+A timer's thread is a daemon and holds no reference to the timer. It ends with `cancel`, or when the timer is
+garbage-collected, or, if the function is a method, when its object is: an object can own a timer that calls it.
+Dropping the last reference waits for a call in progress, as `cancel` does. Interpreter exit does not wait, because a
+call that never returns would block it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["_PeriodicTimer", "_delay"]
 
 
 def _delay(seconds: float | tuple[float, float]) -> None:
-    """Sleep so long, or by chance for a time between two."""
+    """Sleep for the given seconds, or for a random time between two bounds."""
     if isinstance(seconds, tuple):
         seconds = random.uniform(*seconds)
     time.sleep(max(0.0, seconds))
@@ -34,23 +34,23 @@ class _PeriodicTimer:
         self._name: str | None = None
         self._thread: threading.Thread | None = None
         self._stop = threading.Event()
-        # What the thread runs on refers neither to this object nor to the owner of a method, so that both can go.
+        # The thread's arguments refer neither to this object nor to a method's owner, so that both can be collected.
         bound = isinstance(function, types.MethodType)
         find = weakref.WeakMethod(function) if bound else lambda: function
         self._run: tuple[Any, ...] = (self._stop, interval.total_seconds(), find, args, kwargs)
 
     @property
     def name(self) -> str | None:
-        """The name of the thread, if it was given one."""
+        """The name of the thread, if one was set."""
         return self._name
 
     def set_name(self, name: str) -> None:
-        """Name the thread that is yet to be started."""
+        """Set the name of the thread. Raises RuntimeError if it has started."""
         self._refuse_if_started()
         self._name = name
 
     def start(self) -> None:
-        """Start calling, an interval from now; this can be done once."""
+        """Start the periodic calls, the first after one interval. Raises RuntimeError if already started."""
         self._refuse_if_started()
         self._stop.clear()
         self._thread = threading.Thread(target=_call, args=self._run, name=self._name or "PeriodicTimer", daemon=True)
@@ -58,16 +58,16 @@ class _PeriodicTimer:
         self._thread.start()
 
     def cancel(self) -> None:
-        """Stop calling; the last call has ended when this returns, unless it is that call that cancels."""
+        """Stop the calls, and wait for a call in progress, unless that call itself cancels."""
         _end(self._stop, self._thread)
 
     def _refuse_if_started(self) -> None:
         if self._thread is not None:
-            raise RuntimeError("the timer has already started; make another one")
+            raise RuntimeError("the timer has already started; create another one")
 
 
 def _end(stop: threading.Event, thread: threading.Thread | None) -> None:
-    """Stop calling, and wait for a call that is under way, unless it is that call that ends it."""
+    """Stop the calls, and wait for a call in progress, unless this is that call."""
     stop.set()
     if thread is not None and thread is not threading.current_thread() and thread.is_alive():
         thread.join()
