@@ -1,45 +1,46 @@
-"""rallypoint: where the processes of a distributed job find each other, wait for each other, and start again.
+"""rallypoint: rendezvous, coordination and restart for the processes of a distributed job.
 
-A store is a map from text to bytes that the processes of a job share. Get one with a line of text
+A store is a map from text keys to bytes that the processes of a job share. Open one by URL
 
     store = rallypoint.connect("tcp://head-node:29400")      # or memory://, or file:///shared/run-7
 
-or by its class: `TCPStore`, `FileStore`, `HashStore`, all with the names and signatures of PyTorch's stores, and
-`PrefixStore` to see any of them through a key prefix. `set`, `get` (which waits), `add`, `wait`, `queue_push` and
-`queue_pop` are what most programs need; `swap`, `watch`, `lease` and `delete_prefix` go further.
+or by class: `TCPStore`, `FileStore` and `HashStore` have the names and signatures of PyTorch's stores, and
+`PrefixStore` shows any store through a key prefix. Most programs need `set`, `get` (which waits), `add`, `wait`,
+`queue_push` and `queue_pop`; `swap`, `watch`, `lease` and `delete_prefix` go further.
 
-On a store, the processes of a job come together: `Barrier` waits for everybody and names who is missing, `Exchange`
-gives every rank what all have given, `Lock` has one holder and dies with it, `Group` knows who is in and tells who
-comes and goes. They live on our server, or on any store that there is. `Rendezvous` forms rounds of nodes, with ranks
-that they keep, and tells them when to form another.
+The recipes coordinate processes through a store: `Barrier` waits for all members and names the missing ones, `Exchange`
+gives every rank the values of all ranks, `Lock` has one holder and is released when the holder dies, `Group` lists its
+members and reports joins and departures. They run on our server, or on any other store. `Rendezvous` forms rounds of
+nodes with stable ranks, and tells the nodes when to form the next round.
 
-`rallypoint run script.py` starts the workers of a job, and starts them again: in a script, `rallypoint.worker()` says
-who it is.
+`rallypoint run script.py` starts and restarts the workers of a job; inside the script, `rallypoint.worker()` returns
+the worker's rank and group.
 
-A server is a process of its own: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
+A server runs in its own process: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
 program. Unmodified PyTorch programs use it as their TCPStore. `rallypoint relay`, or `rallypoint.Relay`, gives the
-processes of a node one connection to it, and lets PyTorch's clients survive its restart.
+processes of a node one connection to the server, and lets PyTorch's clients survive a restart of the server.
 
-Every error is a `RallypointError` with its facts as fields. PyTorch's own names for things are in
-`rallypoint.compat`; what needs torch is in `rallypoint.torch`.
+Every error is a `RallypointError` with its facts as fields. `rallypoint.compat` has PyTorch's own names;
+`rallypoint.torch` has the parts that need torch.
 """
 
 from __future__ import annotations
 
-import _signal  # type: ignore[import-not-found]  # in the interpreter: `signal` would first have to be found
+import _signal  # type: ignore[import-not-found]  # built into the interpreter: `signal` is a file to search for
 import sys
 
 if _signal.getsignal(2) is _signal.default_int_handler and (
     ("-m", "rallypoint") in zip(sys.orig_argv, sys.orig_argv[1:], strict=False)
     or "".join(sys.argv[:1]).rpartition("/")[2] == "rallypoint"
 ):
-    _signal.signal(2, _signal.SIG_DFL)  # the command is being imported: see `rallypoint.__main__`
+    _signal.signal(2, _signal.SIG_DFL)  # the command line is being imported: see `rallypoint.__main__`
 
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core.records import Swap
 from rallypoint.errors import (
     AddressTaken,
+    AuthenticationFailed,
     BadDeviceMap,
     ConnectFailed,
     ConnectionLost,
@@ -78,14 +79,15 @@ from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import connect
 
 if TYPE_CHECKING:
-    from rallypoint.elastic.context import NotLaunched, Worker, worker
-    from rallypoint.elastic.rendezvous import Rendezvous, Round
+    from rallypoint.launch.worker_context import NotLaunched, Worker, worker
+    from rallypoint.process.spawn import Server
     from rallypoint.recipes.barrier import Barrier
     from rallypoint.recipes.exchange import Exchange
     from rallypoint.recipes.group import Group
     from rallypoint.recipes.lock import Lock
+    from rallypoint.recipes.rendezvous import Rendezvous, Round
     from rallypoint.relay.spawn import Relay
-    from rallypoint.spawn import Server
+    from rallypoint.security.credentials import Credentials
     from rallypoint.store.etcd import EtcdStore
     from rallypoint.store.file import FileStore
 
@@ -105,7 +107,7 @@ __all__ = [
     "Change",
     "Lease",
     "Pipeline",
-    # coming together
+    # recipes
     "Barrier",
     "Exchange",
     "Lock",
@@ -119,6 +121,7 @@ __all__ = [
     # the server
     "Server",
     "Relay",
+    "Credentials",
     # errors
     "RallypointError",
     "StoreError",
@@ -149,27 +152,33 @@ __all__ = [
     "ServerRestarted",
     "AddressTaken",
     "ServerFailed",
+    "AuthenticationFailed",
     "NoQuorum",
     "EtcdRefused",
 ]
 
 
-# What most programs never touch is imported when it is first asked for.
+# Imported on first use: most programs never need these.
 _LAZY = {
-    "Server": "rallypoint.spawn",
+    "Server": "rallypoint.process.spawn",
     "Relay": "rallypoint.relay.spawn",
+    "Credentials": "rallypoint.security.credentials",
     "FileStore": "rallypoint.store.file",
     "EtcdStore": "rallypoint.store.etcd",
     "Barrier": "rallypoint.recipes.barrier",
     "Exchange": "rallypoint.recipes.exchange",
     "Lock": "rallypoint.recipes.lock",
     "Group": "rallypoint.recipes.group",
-    "Rendezvous": "rallypoint.elastic.rendezvous",
-    "Round": "rallypoint.elastic.rendezvous",
-    "worker": "rallypoint.elastic.context",
-    "Worker": "rallypoint.elastic.context",
-    "NotLaunched": "rallypoint.elastic.context",
+    "Rendezvous": "rallypoint.recipes.rendezvous",
+    "Round": "rallypoint.recipes.rendezvous",
+    "worker": "rallypoint.launch.worker_context",
+    "Worker": "rallypoint.launch.worker_context",
+    "NotLaunched": "rallypoint.launch.worker_context",
 }
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LAZY})
 
 
 def __getattr__(name: str) -> Any:

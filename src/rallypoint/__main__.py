@@ -1,16 +1,19 @@
 """`python -m rallypoint`, and `rallypoint`: the command line.
 
-While it is imported, the package included (`rallypoint/__init__.py` begins with it), a Ctrl-C ends the process as it
-does a program in C, without a traceback; from when a command begins until it has ended, it is a KeyboardInterrupt
-(`rallypoint.cli`). What Python itself does before that, for some milliseconds, is out of our hands.
+During the import of this module and of the package (`rallypoint/__init__.py` does the same first), Ctrl-C ends the
+process without a traceback, as it does a C program. While a command runs, Ctrl-C raises KeyboardInterrupt
+(`rallypoint.cli`). The interpreter's own startup, some milliseconds, cannot be covered.
 """
 
 import signal
 
-if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as in the background
+if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # otherwise ignored: a background job
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
-from rallypoint.cli import main
+try:
+    from rallypoint.cli import main
+except ModuleNotFoundError as error:
+    raise SystemExit(f"rallypoint: the command line needs {error.name}: pip install 'rallypoint[cli]'") from None
 
 __all__ = ["main"]
 

@@ -1,7 +1,7 @@
-"""One deadline for a whole call: taken once from the monotonic clock, carried through every step.
+"""One deadline for a whole call: read once from the monotonic clock, passed through every step.
 
-Public calls accept seconds or a `timedelta`; inside, a duration is seconds as a float and an instant is what
-`time.monotonic()` said. A deadline never crosses a process border: the remaining duration does.
+Public calls accept seconds or a `timedelta`; internally, a duration is float seconds and an instant is a value of
+`time.monotonic()`. A deadline never crosses a process boundary; the remaining duration does.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from datetime import timedelta
 __all__ = ["Deadline", "Timeout", "seconds"]
 
 Timeout = float | timedelta
-"""A duration as public calls take it: seconds, or a `timedelta`."""
+"""A duration as public calls accept it: seconds, or a `timedelta`."""
 
 
 def seconds(timeout: Timeout, what: str = "timeout") -> float:
-    """Return a duration in seconds, or refuse by name what is not one."""
+    """Return a duration in seconds; raise TypeError or ValueError, which names `what`, if it is invalid."""
     if isinstance(timeout, timedelta):
         timeout = timeout.total_seconds()
     if isinstance(timeout, bool) or not isinstance(timeout, (int, float)):
@@ -28,7 +28,7 @@ def seconds(timeout: Timeout, what: str = "timeout") -> float:
 
 
 class Deadline:
-    """The instant by which a call must have ended, and how long it was given."""
+    """The instant by which a call must end, and the timeout it was computed from."""
 
     __slots__ = ("at", "timeout_s")
 
@@ -42,5 +42,5 @@ class Deadline:
         return left_s if left_s > 0.0 else 0.0
 
     def expired(self) -> bool:
-        """Say whether no time is left."""
+        """Return whether no time is left."""
         return time.monotonic() >= self.at

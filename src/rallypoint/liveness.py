@@ -1,17 +1,17 @@
-"""How a connection finds out that its peer's host has vanished: keep-alive probes, and how long that host was silent.
+"""Detection of a vanished peer host, by TCP keep-alive and by the time since the host was last heard from.
 
-A host that loses its power or its network says nothing. Its peer's kernel sends a keep-alive probe every second, which
-the kernel over there acknowledges even if its process is busy or stopped. The kernel gives up after 6 s in vain, but:
-- Data in flight restarts its clock: whoever sends to the vanished host every few seconds waits up to 12 s.
-- Where our own interface lost its carrier, probes and retransmissions may fail locally, and then do not count.
-So whoever owns a connection also looks at TCP_INFO, which has the time since anything was received from that host, and
-drops the connection once that is `VANISHED_S`. A server looks by a `PeerWatch` a connection, a blocking client in its
-monitoring thread. Where there is no TCP_INFO (macOS), the kernel's keep-alive remains.
+A host that loses power or its network sends nothing. Our kernel sends it a keep-alive probe every second, which the
+peer's kernel acknowledges even if the process is busy or stopped. Our kernel gives up after 6 s without a reply, but:
+- Data in flight restarts its clock: a connection that sends every few seconds may last up to 12 s.
+- If our own interface loses its carrier, probes and retransmissions may fail locally and then do not count.
+So the owner of a connection also reads TCP_INFO, which has the time since anything was received from the host, and
+drops the connection after `VANISHED_S`. A server has a `PeerWatch` per connection; a blocking client checks in its
+monitor thread. Without TCP_INFO (macOS), only the kernel's keep-alive is left.
 
-After a pause of ours (a suspended virtual machine, SIGSTOP) the silence includes the pause, and the acknowledgements
-are still on their way. So whoever looks late looks again a second later before it judges (`PauseDetector`).
+After a pause of this process (a suspended virtual machine, SIGSTOP) the silence includes the pause, and the
+acknowledgements are still on their way. So a check that runs late is repeated a second later (`PauseDetector`).
 
-Rejected: pings of our own. PyTorch's protocol has none, and a process that is stopped would not answer.
+Rejected: application-level pings. PyTorch's protocol has none, and a stopped process would not reply.
 """
 
 from __future__ import annotations
@@ -30,27 +30,27 @@ if TYPE_CHECKING:
 __all__ = ["LAST_PROBE_S", "PAUSE_S", "TICK_S", "VANISHED_S", "PauseDetector", "PeerWatch", "keep_alive", "silence_s"]
 
 VANISHED_S = 5.75
-"""How long a host may be silent: a little less than the kernel's 6 s, so that it is we who notice, and say so."""
+"""How long a host may be silent: a little less than the kernel's 6 s, so that we notice first and report it."""
 
 LAST_PROBE_S = 0.25
-"""How long before that moment one more probe is sent: whoever is back after a cut of 4 s is heard in time."""
+"""How long before `VANISHED_S` to send one more probe: a host that is back after 4 s is heard in time."""
 
 PAUSE_S = 1.0
-"""How late we may look and still trust what we see; and how long acknowledgements get to arrive otherwise."""
+"""How late a check may run and still be trusted; and how long acknowledgements have to arrive after a late one."""
 
 TICK_S = 0.01
-"""The kernel counts in ticks of up to so long: a look waits for one more, or it might come just before the moment."""
+"""The longest tick of the kernel's clock: a check waits one tick more, or it might run just too early."""
 
-_RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of Linux 6.15, which Python has no name for
+_RTO_MAX_MS = 44  # TCP_RTO_MAX_MS of Linux 6.15; Python has no name for it
 _RECEIVED = struct.Struct("=52xII")  # in struct tcp_info: milliseconds since data, and since an acknowledgement
 
 
 def keep_alive(sock: socket.socket, *, idle_s: int = 1, interval_s: int = 1, count: int = 5) -> None:
-    """Let the kernel find a peer whose host has vanished, after `idle_s + interval_s * count` seconds.
+    """Let the kernel detect a vanished peer host, after `idle_s + interval_s * count` seconds.
 
-    On Linux that also gives up a peer that lives but has read nothing for so long while its window was full. Data is
-    sent again at least every `interval_s`, where the kernel can: otherwise the next attempt after a cut of 4 s would
-    come when the connection has been given up.
+    On Linux this also drops a live peer that has read nothing for that long while its window was full. Data is
+    retransmitted at least every `interval_s`, if the kernel supports it: otherwise the next retransmission after a cut
+    of 4 s would come after the connection was dropped.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     idle = "TCP_KEEPIDLE" if hasattr(socket, "TCP_KEEPIDLE") else "TCP_KEEPALIVE"  # the latter on macOS
@@ -65,7 +65,7 @@ def keep_alive(sock: socket.socket, *, idle_s: int = 1, interval_s: int = 1, cou
 
 
 def silence_s(sock: socket.socket) -> float | None:
-    """Return for how long the peer's host has sent nothing, no acknowledgement either; None where that is unknown."""
+    """Return the time since the peer's host last sent data or an acknowledgement; None if unknown."""
     if sys.platform != "linux":
         return None
     try:
@@ -76,7 +76,7 @@ def silence_s(sock: socket.socket) -> float | None:
 
 
 class PauseDetector:
-    """Tells whether this process, or its machine, was paused since it planned to look."""
+    """Detects whether this process, or its machine, was paused before a planned check."""
 
     __slots__ = ("_due_at", "_late")
 
@@ -84,19 +84,19 @@ class PauseDetector:
         self._due_at, self._late = float("inf"), False
 
     def plan(self, delay_s: float) -> None:
-        """Note when the next look is due."""
+        """Note when the next check is due."""
         self._due_at = time.monotonic() + delay_s
 
     def paused(self) -> bool:
-        """Return whether the look that is due comes too late; not twice in a row, or a slow process never judges."""
+        """Return whether the planned check runs too late; never twice in a row, or a slow process would never judge."""
         self._late = not self._late and time.monotonic() - self._due_at > PAUSE_S
         return self._late
 
 
 class PeerWatch:
-    """Watches one asyncio transport; calls `vanished` with the silence in seconds, once, when its peer's host is gone.
+    """Watches one asyncio transport; calls `vanished` once, with the silence in seconds, when the peer's host is gone.
 
-    Each look says when the next is due, so a connection in use costs one every 5 s.
+    Each check computes when the next is due, so a connection in use costs one check every 5 s.
     """
 
     __slots__ = ("_loop", "_pauses", "_socket", "_timer", "_vanished")
@@ -111,7 +111,7 @@ class PeerWatch:
             self._look_in(VANISHED_S - LAST_PROBE_S)
 
     def stop(self) -> None:
-        """Watch no longer; needed when the connection has ended, for its descriptor may be another's soon."""
+        """Stop watching; required when the connection ends, because its descriptor may be reused."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -136,6 +136,6 @@ class PeerWatch:
             self._look_in(VANISHED_S - LAST_PROBE_S - silent_s)
 
     def _probe(self) -> None:
-        """Have the kernel send a keep-alive probe: told an idle time that has passed, it does so at once."""
+        """Make the kernel send a keep-alive probe: given an idle time already past, it probes at once."""
         with suppress(OSError):
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 1)

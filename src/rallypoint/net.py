@@ -1,22 +1,23 @@
-"""Endpoints, "is this host me?", sockets that listen, and connecting within a deadline.
+"""Endpoints, detection of this host's own addresses, listening sockets, and connecting within a deadline.
 
 Rules:
-- The address asked for is the address bound: no wildcard unless it was named, and every IPv6 socket is IPv6 only,
-  so that one family's wildcard leaves the other family alone.
-- A port is never guessed. Port 0 is bound and then read; a bound descriptor may be handed over and adopted.
-- Binding decides whether an address is ours. There is no reverse DNS: it is slow, often absent, sometimes wrong.
-- The resolver is asked in a daemon thread: `getaddrinfo` knows no deadline and Ctrl-C cannot interrupt it.
-- Connecting is one deadline over many rounds: resolve, try every address, pause, and again, because a peer's
-  name and its server may both appear later than we do. Every address is tried at least once, for at least
-  `_LEAST_S`, so a timeout of 0 is one real attempt and may overrun by that much an address.
+- We bind exactly the requested address: no wildcard unless requested, and every IPv6 socket is IPv6 only, so that one
+  family's wildcard leaves the other family alone.
+- A port is never guessed. Port 0 is bound and then read back; a bound descriptor may be passed in and adopted.
+- An address is ours if we can bind it. There is no reverse DNS: it is slow, often absent, sometimes wrong.
+- The resolver runs in a daemon thread: `getaddrinfo` has no timeout and Ctrl-C cannot interrupt it.
+- Connecting is one deadline over many rounds: resolve, try every address, pause, repeat, because a peer's name and
+  its server may both appear after we start. Every address is tried at least once, for at least `_LEAST_S`, so a
+  timeout of 0 is one real attempt and may overrun by that much per address.
 
-Rejected: racing all addresses at once (RFC 8305). It opens connections only to drop them, which a server counts
-as sessions that came and died; trying them in turn with a bound on each costs a black-holed address two seconds.
+Rejected: racing all addresses at once (RFC 8305). It opens connections only to drop them, which a server counts as
+sessions that started and died; trying them in turn, each with a limit, costs two seconds per black-holed address.
 """
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import os
 import queue
 import random
@@ -42,6 +43,7 @@ __all__ = [
     "Endpoints",
     "parse_endpoint",
     "parse_endpoints",
+    "is_loopback",
     "is_this_host",
     "listen",
     "adopt",
@@ -59,11 +61,11 @@ __all__ = [
 _Address = tuple[Any, ...]
 _Place = tuple[int, _Address]  # an address family and a socket address of it
 
-_LEAST_S = 0.1  # what one attempt gets, however little time is left
-_PATIENCE_S = (2.0, 30.0)  # what one attempt gets at most: in the first round, and after doubling each round
-_PAUSE_S = (0.04, 1.0)  # between rounds, likewise; jitter takes up to half of it away
-_RESOLVE_S = 10.0  # for calls that have no deadline of their own
-_PORT_TRIES = 32  # free ports that may turn out to be taken at another of the addresses
+_LEAST_S = 0.1  # shortest attempt, however little time is left
+_PATIENCE_S = (2.0, 30.0)  # longest attempt: in the first round, and after doubling each round
+_PAUSE_S = (0.04, 1.0)  # pause between rounds, likewise; jitter removes up to half of it
+_RESOLVE_S = 10.0  # for calls without a deadline
+_PORT_TRIES = 32  # a free port may turn out to be taken at another of the addresses
 _BACKLOG = 4096
 _WILDCARDS = ("0.0.0.0", "::")
 _WORDS = {
@@ -75,7 +77,7 @@ _WORDS = {
 
 
 def why_failed(error: Exception) -> str:
-    """Say why something with an address failed."""
+    """Return why an operation on an address failed."""
     if isinstance(error, socket.gaierror):
         return f"the name cannot be resolved ({error.strerror})"
     if isinstance(error, TimeoutError):
@@ -96,7 +98,7 @@ class Endpoint(NamedTuple):
 
 
 class Endpoints(tuple[Endpoint, ...]):
-    """The addresses of one store, at least one, in the order in which to try them; as text with commas in between."""
+    """The addresses of one store, at least one, in the order in which to try them; as text, comma-separated."""
 
     def __str__(self) -> str:
         return ",".join(map(str, self))
@@ -109,9 +111,9 @@ def _is_ipv6(host: str) -> bool:
 
 
 def parse_endpoint(text: str | None, default_port: int) -> Endpoint:
-    """Read `host[:port]`, where an IPv6 address needs brackets only if a port follows.
+    """Parse `host[:port]`; an IPv6 address needs brackets only if a port follows.
 
-    Nothing, or only space, means localhost. Raises `ValueError` that quotes the endpoint.
+    Empty or blank text means localhost. Raises `ValueError`, which quotes the endpoint.
     """
     stripped = (text or "").strip()
     if not stripped or _is_ipv6(stripped):
@@ -128,7 +130,7 @@ def parse_endpoint(text: str | None, default_port: int) -> Endpoint:
 
 
 def parse_endpoints(text: str, default_port: int) -> Endpoints:
-    """Read `host[:port],host[:port]`, each as `parse_endpoint` does but none of them empty; a repeated one is one."""
+    """Parse `host[:port],host[:port]`, each as `parse_endpoint` does but none empty; duplicates are dropped."""
     parts = text.split(",")
     if not all(part.strip() for part in parts):
         raise ValueError(f"endpoints {text!r} are not host[:port],host[:port]: one of them is empty")
@@ -146,7 +148,7 @@ def _ask_resolver(host: str, flags: int, within_s: float) -> list[Any]:
 
     try:
         threading.Thread(target=ask, name=f"resolve {host}", daemon=True).start()
-    except RuntimeError:  # the interpreter is going down and starts no threads
+    except RuntimeError:  # the interpreter is shutting down and starts no threads
         ask()
     try:
         answer = answers.get(timeout=within_s)
@@ -158,14 +160,14 @@ def _ask_resolver(host: str, flags: int, within_s: float) -> list[Any]:
 
 
 def _resolve(host: str, port: int, within_s: float) -> tuple[list[_Place], bool]:
-    """Return the places that a host stands for, and whether it is a name; raise `gaierror` or `ValueError`."""
+    """Return the addresses of a host, and whether it is a name; raise `gaierror` or `ValueError`."""
     named = False
     try:
         found: list[Any] = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
     except socket.gaierror:
         named = True
         found = _ask_resolver(host, 0, within_s)
-    except ValueError as error:  # no bytes of DNS can spell it: an empty label, or one of more than 63
+    except ValueError as error:  # DNS cannot encode it: an empty label, or one of more than 63 bytes
         raise ValueError(f"{host!r} is not a host name: {error}") from None
     return list(dict.fromkeys((f[0], (f[4][0], port, *f[4][2:])) for f in found)), named
 
@@ -174,7 +176,7 @@ def _is_mine(family: int, address: _Address) -> bool:
     first = socket.inet_pton(family, address[0].partition("%")[0])[0]
     multicast = first == 0xFF if family == socket.AF_INET6 else 224 <= first < 240
     if multicast or address[0] in (*_WILDCARDS, "255.255.255.255"):
-        return False  # it can be bound, and yet is no machine's own
+        return False  # bindable, but not an address of this machine
     try:
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.bind(address)
@@ -183,8 +185,16 @@ def _is_mine(family: int, address: _Address) -> bool:
     return True
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a host is a loopback address."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
 def is_this_host(host: str) -> bool:
-    """Say whether a name or address means this machine; a resolver that fails or hangs is a no, never an error."""
+    """Return whether a name or address is this machine's; False, never an error, if the resolver fails or hangs."""
     name = host.strip().rstrip(".").lower()
     own = socket.gethostname().rstrip(".").lower()
     if not name or name in ("localhost", own):
@@ -210,7 +220,7 @@ def _listen_at(places: Iterable[_Place], port: int, backlog: int) -> list[socket
                 if family == socket.AF_INET6:
                     sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 sock.bind((address[0], port, *address[2:]))
-                set_options(sock)  # inherited by every connection, if set before the first can queue up
+                set_options(sock)  # every connection inherits them, if set before the first one queues
                 sock.listen(backlog)
             except OSError as error:
                 raise AddressTaken(address=str(Endpoint(address[0], port)), why=why_failed(error)) from error
@@ -221,10 +231,10 @@ def _listen_at(places: Iterable[_Place], port: int, backlog: int) -> list[socket
 
 
 def listen(hosts: Sequence[str], port: int, *, backlog: int = _BACKLOG) -> list[socket.socket]:
-    """Listen on exactly the addresses that the hosts stand for, all with the same port number.
+    """Listen on exactly the addresses of the hosts, all with the same port number.
 
-    Port 0 is a free one, the same at every address. An address that a name resolves to and this machine lacks
-    is passed over if another of the name's can be had. Raises `AddressTaken`, and then nothing stays open.
+    Port 0 picks a free one, the same at every address. An address that a name resolves to but this machine lacks is
+    skipped if another address of the name is available. Raises `AddressTaken`, and then leaves nothing open.
     """
     if isinstance(hosts, str) or not hosts or not 0 <= port <= 65535:
         raise ValueError(f"listen needs a list of hosts and a port from 0 to 65535, not {hosts!r} and {port}")
@@ -235,7 +245,7 @@ def listen(hosts: Sequence[str], port: int, *, backlog: int = _BACKLOG) -> list[
         except (OSError, ValueError) as error:
             raise AddressTaken(address=str(Endpoint(host, port)), why=why_failed(error)) from error
         wanted += [place for place in places if named and _is_mine(*place)] or places
-    # A wildcard holds every address of its family, and the kernel would refuse one of them beside it.
+    # A wildcard covers every address of its family; the kernel would refuse to bind one of them as well.
     wild = {family: address for family, address in wanted if address[0] in _WILDCARDS}
     distinct = dict.fromkeys((family, wild.get(family, address)) for family, address in wanted)
     tries = 1 if port else _PORT_TRIES
@@ -261,10 +271,10 @@ def _refusal(sock: socket.socket) -> str | None:
 
 
 def adopt(fd: int) -> socket.socket:
-    """Take over the descriptor of a bound TCP socket, and listen on it if nobody does yet.
+    """Adopt the descriptor of a bound TCP socket, and listen on it unless it already does.
 
     The returned socket owns the descriptor and closes it on exec. Raises `ValueError` for anything but a bound,
-    unconnected TCP socket, and `AddressTaken` if it cannot listen; the descriptor then stays the caller's, open.
+    unconnected TCP socket, and `AddressTaken` if it cannot listen; the caller then still owns the open descriptor.
     """
     try:
         sock = socket.socket(fileno=fd)
@@ -287,7 +297,7 @@ def adopt(fd: int) -> socket.socket:
 
 
 def bound_socket(host: str = "localhost") -> socket.socket:
-    """Return a socket that listens on a free port, at the first address of the host."""
+    """Return a socket that listens on a free port of the host's first address."""
     first, *others = listen([host], 0)
     for other in others:
         other.close()
@@ -295,13 +305,13 @@ def bound_socket(host: str = "localhost") -> socket.socket:
 
 
 def free_port(host: str = "localhost") -> int:
-    """Return a port that was free a moment ago; somebody may take it, so prefer `bound_socket` and `adopt`."""
+    """Return a port that was free a moment ago; another process may take it, so prefer `bound_socket` and `adopt`."""
     with bound_socket(host) as sock:
         return int(sock.getsockname()[1])
 
 
 def set_options(sock: socket.socket) -> None:
-    """Set what every connection has: no Nagle's delay, and keep-alive."""
+    """Set the options of every connection: TCP_NODELAY and keep-alive."""
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     keep_alive(sock)
 
@@ -309,7 +319,7 @@ def set_options(sock: socket.socket) -> None:
 def watch(
     loop: asyncio.AbstractEventLoop, transport: asyncio.BaseTransport, vanished: Callable[[float], object]
 ) -> PeerWatch | None:
-    """Set a connection's options, and call `vanished` when its peer's host is gone; leave alone what is not TCP."""
+    """Set a connection's options, and call `vanished` when its peer's host is gone; do nothing if it is not TCP."""
     sock = transport.get_extra_info("socket")
     if sock is None:
         return None
@@ -324,7 +334,7 @@ def _attempt(family: int, address: _Address, within_s: float) -> socket.socket:
         sock.settimeout(within_s)
         sock.connect(address)
         if sock.getsockname() == sock.getpeername():
-            # Our ephemeral port was the very port we called. Close by reset, so that the server may have it.
+            # A self-connection: our ephemeral port was the target port. Close by reset, so that a server can bind it.
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             raise ConnectionRefusedError("refused, only this socket itself answered")
         set_options(sock)
@@ -356,13 +366,13 @@ def _round(host: str, port: int, deadline: Deadline, patience_s: float, tried: d
 
 
 def connect(host: str, port: int, deadline: Deadline, *, once: bool = False) -> socket.socket:
-    """Connect to the first address of the host that answers, trying again until the deadline unless only `once`.
+    """Connect to the first address of the host that accepts, retrying until the deadline unless `once`.
 
-    The socket is blocking, without Nagle's delay, and kept alive. Raises `ConnectFailed` with what happened at
-    each address, and `ValueError` for what is no host name or no port.
+    The socket is blocking, with TCP_NODELAY and keep-alive. Raises `ConnectFailed`, with the reason at each address,
+    and `ValueError` for an invalid host name or port.
     """
     if not 1 <= port <= 65535:
-        raise ValueError(f"a port to connect to is 1 to 65535, not {port}")
+        raise ValueError(f"the port to connect to must be from 1 to 65535, not {port}")
     tried: dict[str, str] = {}
     patience_s, pause_s = _PATIENCE_S[0], _PAUSE_S[0]
     while (sock := _round(host, port, deadline, patience_s, tried)) is None:
@@ -375,13 +385,13 @@ def connect(host: str, port: int, deadline: Deadline, *, once: bool = False) -> 
 
 
 def caller_name() -> str:
-    """Return how this process introduces itself, for people who look at a server: host, pid, and rank if known."""
+    """Return the name of this process in a server's logs and statistics: host, pid, and rank if known."""
     rank = os.environ.get("RANK")
     return f"{socket.gethostname()}:{os.getpid()}" + (f" rank {rank}" if rank else "")
 
 
 def raise_file_limit(wanted: int) -> int:
-    """Raise the limit on open files toward `wanted`, never lower it; return what is in force (`wanted` if no limit)."""
+    """Raise the limit on open files toward `wanted`, never lower it; return the new limit (`wanted` if unlimited)."""
     try:
         import resource
     except ImportError:

@@ -1,19 +1,19 @@
-"""What needs PyTorch: `TorchStore` makes any rallypoint store one that torch's own code can use.
+"""`TorchStore`: any rallypoint store as a `torch.distributed.Store`. Needs PyTorch.
 
     dist.init_process_group("gloo", store=TorchStore(rallypoint.connect("file:///shared/run-7")), rank=0, world_size=2)
 
-A program that connects to a rallypoint server by address needs none of this: see docs/torch.md.
+A program that connects to a rallypoint server by address does not need this module: see docs/torch.md.
 
-Torch's C++ calls a store written in Python by the names of its trampoline: set get compare_set add check wait append
-multi_get multi_set has_extended_api clone, and `deleteKey` and `getNumKeys` for what Python calls delete_key and
-num_keys. It has no such call for queues, list_keys, barrier and the timeout. So the timeout lives in torch's half of
-the object, where `set_timeout` from either side finds it; a barrier through torch's PrefixStore is made of add and
-wait, as it is on torch's own stores; and queues and list_keys through it are refused by torch: put the prefix beneath,
+Torch's C++ calls a store written in Python through a trampoline, by these names: set get compare_set add check wait
+append multi_get multi_set has_extended_api clone, and `deleteKey` and `getNumKeys` for Python's delete_key and
+num_keys. It has no call for queues, list_keys, barrier and the timeout. So the timeout lives in torch's half of the
+object, where `set_timeout` from either side sets it; a barrier through torch's PrefixStore consists of add and wait, as
+on torch's own stores; and torch refuses queues and list_keys through it: apply the prefix underneath instead,
 `TorchStore(rallypoint.PrefixStore("p", store))`.
 
-Errors are ours and torch's at once: a time-out is caught as `rallypoint.StoreTimeout`, as `TimeoutError` and as
+Errors are both ours and torch's: a timeout is a `rallypoint.StoreTimeout`, a `TimeoutError` and a
 `torch.distributed.DistStoreError`. They pickle as ours, so a process without torch can read them. Rejected: torch's
-error with ours as its cause; it would lose the fields, and say everything twice in a traceback.
+error with ours as its cause; it would lose the fields, and repeat everything in a traceback.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _distributed() -> Any:
 
 _dist = _distributed()
 
-if TYPE_CHECKING:  # checked alike where torch is installed and where it is not
+if TYPE_CHECKING:  # so that the type check is the same with and without torch
 
     class _TorchBase:
         timeout: timedelta
@@ -59,7 +59,7 @@ else:
 
 @functools.cache
 def _both(ours: type[RallypointError]) -> type[RallypointError]:
-    """Return the class of errors that are `ours` and, at the same time, torch's of the same meaning."""
+    """Return the error class that is both `ours` and torch's equivalent."""
     theirs = _dist.DistNetworkError if issubclass(ours, NetworkError) else _dist.DistStoreError
     if issubclass(ours, QueueEmpty):
         theirs = _dist.QueueEmptyError
@@ -73,7 +73,7 @@ def _both(ours: type[RallypointError]) -> type[RallypointError]:
 
 
 def _for_torch(method: _Method) -> _Method:
-    """Let a method raise errors that torch's code catches too."""
+    """Make a method raise errors that torch's code can catch."""
 
     @functools.wraps(method)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -90,11 +90,11 @@ _kept: set[TorchStore] = set()
 
 
 class TorchStore(_TorchBase):
-    """A rallypoint store as a `torch.distributed.Store`, for use from Python and from torch's C++, by many threads.
+    """A rallypoint store as a `torch.distributed.Store`, for Python and for torch's C++; thread-safe.
 
-    It starts with the store's timeout and then keeps its own. Keep it open while torch uses it: a process group holds
-    on to its store. It stays in memory until `close`, for torch's C++ would lose the Python half of an object that
-    only C++ still refers to.
+    It starts with the store's timeout and then keeps its own. Keep it open while torch uses it: a process group keeps
+    its store. It stays in memory until `close`, because torch's C++ would lose the Python half of an object that only
+    C++ still references.
     """
 
     def __init__(self, store: Store) -> None:
@@ -107,7 +107,7 @@ class TorchStore(_TorchBase):
 
     @_for_torch
     def set(self, key: str, value: str | bytes) -> None:
-        """Write a value; it is readable by everyone when this returns."""
+        """Write a value; all clients can read it when this returns."""
         self.underlying_store.set(key, value)
 
     @_for_torch
@@ -122,22 +122,22 @@ class TorchStore(_TorchBase):
 
     @_for_torch
     def compare_set(self, key: str, expected_value: str | bytes, desired_value: str | bytes) -> bytes:
-        """Write if the value is the expected one; return the value after the call."""
+        """Write if the value equals the expected one; return the value after the call."""
         return self.underlying_store.compare_set(key, expected_value, desired_value)
 
     @_for_torch
     def append(self, key: str, value: str | bytes) -> None:
-        """Add bytes to the end of a value."""
+        """Append bytes to a value."""
         self.underlying_store.append(key, value)
 
     @_for_torch
     def check(self, keys: Sequence[str]) -> bool:
-        """Say whether all of the keys exist now."""
+        """Return whether all of the keys exist now."""
         return self.underlying_store.check(keys)
 
     @_for_torch
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
-        """Return when all of the keys exist at once."""
+        """Return when all of the keys exist at the same time."""
         self.underlying_store.wait(keys, self._within(timeout))
 
     @_for_torch
@@ -147,20 +147,20 @@ class TorchStore(_TorchBase):
 
     @_for_torch
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Write all the pairs as one change."""
+        """Write all the pairs atomically."""
         self.underlying_store.multi_set(keys, values)
 
     @_for_torch
     def delete_key(self, key: str) -> bool:
-        """Delete a key, and say whether it was there."""
+        """Delete a key; return whether it existed."""
         return self.underlying_store.delete_key(key)
 
     @_for_torch
     def num_keys(self) -> int:
-        """Count the keys."""
+        """Return the number of keys."""
         return self.underlying_store.num_keys()
 
-    deleteKey = delete_key  # as torch's C++ calls them
+    deleteKey = delete_key  # the names that torch's C++ calls
     getNumKeys = num_keys
 
     @_for_torch
@@ -170,22 +170,22 @@ class TorchStore(_TorchBase):
 
     @_for_torch
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Put an item at the end of a queue."""
+        """Append an item to a queue."""
         self.underlying_store.queue_push(key, value)
 
     @_for_torch
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Take the first item of a queue, waiting in line for it; without `block`, raise where there is none."""
+        """Pop the first item of a queue, waiting in FIFO order; without `block`, raise if there is none."""
         return self.underlying_store.queue_pop(key, block, self.timeout)
 
     @_for_torch
     def queue_len(self, key: str) -> int:
-        """Count the items of a queue."""
+        """Return the number of items in a queue."""
         return self.underlying_store.queue_len(key)
 
     @_for_torch
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
-        """Return when `world_size` callers have come to this key."""
+        """Return when `world_size` callers have arrived at this key."""
         self.underlying_store.barrier(key, world_size, self._within(timeout))
 
     @_for_torch
@@ -196,11 +196,11 @@ class TorchStore(_TorchBase):
         return copy
 
     def has_extended_api(self) -> bool:
-        """Say that append, multi_get and multi_set are there."""
+        """Return True: append, multi_get and multi_set are available."""
         return True
 
     def close(self) -> None:
-        """Close the store beneath, and let go of this object; torch must no longer use it."""
+        """Close the underlying store, and release this object; torch must no longer use it."""
         self.underlying_store.close()
         _kept.discard(self)
 

@@ -1,13 +1,13 @@
-"""Unix sockets, by path: listen on one, connect to one, and tell a file that a dead process left from one in use.
+"""Unix sockets by path: listen, connect, and replace the stale file of a dead process.
 
 Rules:
-- A file whose listener is gone refuses connections, and is replaced. One that somebody listens on is `AddressTaken`,
-  and so is a file that is no socket: nothing is deleted but what can be of no use to anybody.
-- Looking, replacing and listening are one step, under a lock on the directory: of two processes that start at the same
-  moment, one has the path, and the other finds it in use.
-- Whoever listens removes the file in the end, unless it is another's by then.
+- A socket file without a listener refuses connections and is replaced. A file with a listener raises `AddressTaken`,
+  and so does a file that is not a socket: only stale socket files are deleted.
+- Checking, replacing and listening are one step, under a lock on the directory: of two processes that start at the same
+  moment, one gets the path and the other finds it in use.
+- The listener removes its file at the end, unless another process has replaced it.
 
-Rejected: a lock file beside the socket. It would stay behind for ever, or be deleted under the feet of the next one.
+Rejected: a lock file beside the socket. It would stay behind for ever, or be deleted while the next process uses it.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ from rallypoint.errors import AddressTaken, ConnectFailed
 __all__ = ["MAX_PATH_BYTES", "SCHEME", "checked", "connect", "listen", "remove", "where"]
 
 SCHEME = "unix://"
-"""What the URL of a Unix socket starts with; its absolute path follows."""
+"""The URL scheme of a Unix socket; its absolute path follows."""
 
 MAX_PATH_BYTES = 107
-"""How long a path the kernel takes."""
+"""The longest path that the kernel accepts."""
 
 LEAST_S = 0.1
-"""What connecting gets, however little time is left."""
+"""The shortest timeout of an attempt to connect, however little time is left."""
 
 _BACKLOG = 4096
 
 
 def checked(path: str) -> str:
-    """Return a path that can be listened on, made absolute; raise ValueError that quotes any other."""
+    """Return the absolute path; raise ValueError, which quotes it, if no Unix socket can have it."""
     if not path or "\0" in path:
         raise ValueError(f"{path!r} is not the path of a Unix socket")
     whole = os.path.abspath(path)
     size = len(os.fsencode(whole))
     if size > MAX_PATH_BYTES:
-        raise ValueError(f"the path {whole!r} has {size} bytes; a Unix socket's has {MAX_PATH_BYTES} at most")
+        raise ValueError(f"the path {whole!r} has {size} bytes; the limit for a Unix socket is {MAX_PATH_BYTES}")
     return whole
 
 
 def listen(path: str) -> socket.socket:
-    """Listen on a path, in the place of a dead process if need be; raise AddressTaken where that cannot be."""
+    """Listen on a path, replacing a stale file; raise AddressTaken if that is impossible."""
     path = checked(path)
     try:
         with _locked(os.path.dirname(path)):
@@ -61,7 +61,7 @@ def listen(path: str) -> socket.socket:
 
 
 def connect(path: str, deadline: Deadline) -> socket.socket:
-    """Connect to a path, once; raise ConnectFailed."""
+    """Connect to a path in one attempt; raise ConnectFailed."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         sock.settimeout(max(deadline.remaining(), LEAST_S))
@@ -79,14 +79,14 @@ def connect(path: str, deadline: Deadline) -> socket.socket:
 
 
 def remove(path: str, identity: tuple[int, int]) -> None:
-    """Remove the file of a socket that is no longer listened on, if it is still this one (see `where`)."""
+    """Remove the file of a closed listener, if it is still the same file (see `where`)."""
     with contextlib.suppress(OSError), _locked(os.path.dirname(path)):
         if where(path) == identity:
             os.unlink(path)
 
 
 def where(path: str) -> tuple[int, int] | None:
-    """Return what a path is, as device and inode; None where there is nothing."""
+    """Return the device and inode of a path; None if it does not exist."""
     try:
         found = os.lstat(path)
     except OSError:
@@ -105,13 +105,13 @@ def _locked(directory: str) -> Iterator[None]:
 
 
 def _clear(path: str) -> None:
-    """See to it that a path is free: remove a socket that nobody listens on."""
+    """Remove a stale socket file; raise AddressTaken if the path is in use."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(mode):
-        raise AddressTaken(address=SCHEME + path, why="there is a file that is no socket")
+        raise AddressTaken(address=SCHEME + path, why="the file exists and is not a socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
@@ -120,8 +120,8 @@ def _clear(path: str) -> None:
             os.unlink(path)
             return
         except BlockingIOError:
-            pass  # many queue up there
-    raise AddressTaken(address=SCHEME + path, why="another process listens there")
+            pass  # its backlog is full: there is a listener
+    raise AddressTaken(address=SCHEME + path, why="another process is listening there")
 
 
 def _bound(path: str) -> socket.socket:

@@ -1,7 +1,7 @@
-"""`within`: an awaitable with a time limit, for asyncio.
+"""`within`: an awaitable with a timeout, for asyncio.
 
-Before Python 3.12 `asyncio.wait_for` may swallow a cancellation that comes at the moment when what it waits for is
-done. Whoever cancels a task and waits for its end then waits for ever: here, a server that was to take over.
+Before Python 3.12, `asyncio.wait_for` may swallow a cancellation that arrives just as the awaited task finishes. A
+caller that cancels a task and waits for its end then waits for ever: here, a server that was about to take over.
 
 Rejected: asyncio.timeout, which Python 3.10 does not have.
 """
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 
 async def within(timeout_s: float, work: Awaitable[T]) -> T:
-    """Return what an awaitable comes to; cancel it and raise asyncio.TimeoutError where that takes longer."""
+    """Return the result of an awaitable; after `timeout_s`, cancel it and raise asyncio.TimeoutError."""
     task = asyncio.ensure_future(work)
     try:
         await asyncio.wait((task,), timeout=timeout_s)
         if not task.done():
             task.cancel()
-            await asyncio.wait((task,))  # what it does in its end is done before the caller goes on
+            await asyncio.wait((task,))  # its cleanup finishes before the caller goes on
     finally:
         task.cancel()
     if task.cancelled():
