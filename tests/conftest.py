@@ -10,24 +10,24 @@ is ignored, but not one that has a handler: these get one here, before any test 
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import os
 import re
 import shutil
 import signal
 import subprocess
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 
 import pytest
 from hypothesis import HealthCheck, settings
 from tests.etcd.fixtures import etcd_cluster, etcd_url
+from tests.status.browser import browser_is_available
 from tests.storage.small_disk import mounts
 
-from rallypoint.elastic.cgroup import make_cgroup
-from rallypoint.etcd.member import find_binary
-from rallypoint.storage.kernel_sync import KernelSync
+from rallypoint.etcd.local.member import find_binary
+from rallypoint.launch.workers.cgroup import make_cgroup
+from rallypoint.storage.file.kernel_sync import KernelSync
 
 __all__ = ["etcd_cluster", "etcd_url"]  # fixtures for tests in every folder
 
@@ -41,7 +41,7 @@ settings.load_profile("rallypoint")
 
 
 def pytest_configure() -> None:
-    """Undo inherited "ignore this signal"; a hang-up still does not end the suite itself, as nohup asks."""
+    """Stop ignoring inherited signals; SIGHUP still does not end the suite, as nohup requires."""
     handlers = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGHUP: lambda *_: None,
@@ -61,7 +61,7 @@ def _importable(module: str) -> bool:
 
 
 def _makes_namespaces() -> bool:
-    """Say whether this process may make network namespaces, by making one."""
+    """Return whether this process may create network namespaces, by creating one."""
     ip = shutil.which("ip") or "/usr/sbin/ip"
     if os.geteuid() != 0 or not os.access(ip, os.X_OK):
         return False
@@ -76,7 +76,7 @@ def _has_etcd() -> bool:
         find_binary()
     except FileNotFoundError:
         return False
-    return importlib.util.find_spec("grpc") is not None  # imported by whoever uses it, who has a say in how
+    return _importable("hpack")
 
 
 def _makes_cgroups() -> bool:
@@ -98,17 +98,31 @@ PARTS: dict[str, Callable[[], bool]] = {
     "torch": lambda: _importable("torch"),
     "redis": lambda: shutil.which("redis-server") is not None,
     "netns": _makes_namespaces,
+    "root": lambda: os.geteuid() == 0,
     "etcd": _has_etcd,
     "openssl": lambda: shutil.which("openssl") is not None,
     "cgroup": _makes_cgroups,
     "tmpfs": mounts,
     "aio": _kernel_syncs,
+    "browser": browser_is_available,
 }
-"""A part, and how to find out whether it is here."""
+"""The parts, each with a function that returns whether it is available."""
+
+LEFT_OPEN = 100
+"""More descriptors than tests leave to the garbage collector; with ten such tests, the process would have too many."""
+
+
+@pytest.fixture(autouse=True)
+def descriptors_closed() -> Iterator[None]:
+    """Fail a test that leaves descriptors open; a few may wait for the garbage collector."""
+    before = len(os.listdir("/proc/self/fd"))
+    yield
+    left = len(os.listdir("/proc/self/fd")) - before
+    assert left < LEFT_OPEN, f"the test has left {left} descriptors open"
 
 
 @cache
-def _is_here(part: str) -> bool:
+def _available(part: str) -> bool:
     return PARTS[part]()
 
 
@@ -118,7 +132,7 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
         (part,) = marker.args
         if part not in PARTS:
             raise pytest.UsageError(f"needs({part!r}): conftest.py knows {', '.join(PARTS)}")
-        if _is_here(part):
+        if _available(part):
             continue
         if part in required:
             pytest.fail(f"{part} is missing here, and RALLYPOINT_REQUIRE asks for it", pytrace=False)

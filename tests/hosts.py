@@ -9,15 +9,15 @@
             b.mend()
             a.carrier_lost()  # the interface of `a` itself sees that its cable is gone
             a.mend()
-            b.cut_from(a)     # `b` has no way to `a` any more, and its connections to it are gone; all others stay
+            b.cut_from(a)     # `b` has no route to `a`, and lost its connections to it; all others stay
             b.mend_to(a)
             with a.inside():  # this thread's new sockets belong to `a`, its loopback included
                 page = urlopen("http://localhost:29400/statistics")
 
 The hosts are named host-a, host-b, ..., and know each other by name. The bridge is in a namespace of its own, so that
 no address, route or device appears outside: tests may run in parallel, and cannot reach each other. `command` and
-`popen` keep the pid: every wrapper execs. At the end the processes in the namespaces are killed by pid, whoever
-started them, and everything is removed.
+`popen` keep the pid: every wrapper execs. At the end all processes in the namespaces are killed by pid, and
+everything is removed.
 
 Rejected: setting a host's own interface down in order to cut it. Its addresses and routes go with it, and its kernel
 then tells every socket at once.
@@ -43,6 +43,7 @@ __all__ = ["FILES", "IP", "Host", "enter", "hosts"]
 IP = shutil.which("ip") or "/usr/sbin/ip"
 CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWUTS = 0x40000000, 0x00020000, 0x04000000
 MS_BIND, MS_REC, MS_SLAVE = 4096, 16384, 1 << 19
+ETH_P_ALL = 3
 FILES = Path("/etc/netns")
 """Where `ip netns exec NAME` finds the files, as NAME/hosts and NAME/resolv.conf, that it mounts over those in /etc."""
 
@@ -77,7 +78,7 @@ class Host:
         _ip("-n", self._switch, "link", "set", self._port, "master", "bridge", "up")
 
     def cut_from(self, other: Host) -> None:
-        """Lose the way to another host, and every connection to it, which the other host does not hear of."""
+        """Lose the route to another host and every connection to it; the other host gets no notice."""
         _ip("-n", self.namespace, "route", "add", "unreachable", f"{other.address}/32")
         ending = [IP, "netns", "exec", self.namespace, "ss", "--kill", "dst", other.address]
         subprocess.run(ending, check=True, capture_output=True)
@@ -88,13 +89,16 @@ class Host:
 
     @contextlib.contextmanager
     def inside(self) -> Iterator[None]:
-        """Have the sockets that this thread makes belong to this host; host name and /etc/hosts stay our own."""
-        with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{self.namespace}") as there:
-            _enter(there.fileno())
-            try:
-                yield
-            finally:
-                _enter(home.fileno())
+        """Create this thread's sockets on this host; its host name and /etc/hosts do not apply."""
+        with _inside(self.namespace):
+            yield
+
+    def capturing_socket(self) -> socket.socket:
+        """Return a socket that receives every packet to and from this host, at its port of the bridge."""
+        with _inside(self._switch):
+            made = socket.socket(socket.AF_PACKET, socket.SOCK_RAW | socket.SOCK_NONBLOCK, socket.htons(ETH_P_ALL))
+            made.bind((self._port, ETH_P_ALL))
+        return made
 
     def __repr__(self) -> str:
         return f"<Host {self.name} {self.address} namespace {self.namespace}>"
@@ -102,7 +106,7 @@ class Host:
 
 @contextlib.contextmanager
 def hosts(count: int) -> Iterator[tuple[Host, ...]]:
-    """Make so many hosts that reach each other by name and address; afterwards nothing is left of them."""
+    """Create hosts that reach each other by name and address; remove them at the end."""
     token, network = secrets.token_hex(3), f"10.{secrets.randbelow(256)}.{secrets.randbelow(256)}"
     names = [f"host-{letter}" for letter in string.ascii_lowercase[:count]]
     addresses = {name: f"{network}.{number}" for number, name in enumerate(names, 1)}
@@ -138,7 +142,7 @@ def _add_host(namespace: str, switch: str, name: str, addresses: dict[str, str],
     undo.callback(shutil.rmtree, files)
     known = "".join(f"{address} {other}\n" for other, address in addresses.items())
     (files / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{known}")
-    (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # where nobody answers, and that is known at once
+    (files / "resolv.conf").write_text("nameserver 127.0.0.1\n")  # where nothing answers, and resolving fails at once
     _ip("-n", switch, "link", "add", name, "type", "veth", "peer", "name", "eth0", "netns", namespace)
     _ip("-n", switch, "link", "set", name, "master", "bridge", "up")
     _ip("-n", namespace, "addr", "add", f"{addresses[name]}/24", "dev", "eth0")
@@ -153,11 +157,21 @@ def _add_namespace(namespace: str, undo: contextlib.ExitStack) -> None:
 
 
 def _kill_all(namespace: str) -> None:
-    """Kill what runs in a namespace, until nothing does: all of it was started by the test."""
+    """Kill all processes in a namespace until there are none: the test has started all of them."""
     while pids := [int(word) for word in _ip("netns", "pids", namespace).split() if int(word) != os.getpid()]:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
+
+
+@contextlib.contextmanager
+def _inside(namespace: str) -> Iterator[None]:
+    with open("/proc/thread-self/ns/net") as home, open(f"/run/netns/{namespace}") as there:
+        _enter(there.fileno())
+        try:
+            yield
+        finally:
+            _enter(home.fileno())
 
 
 def _enter(descriptor: int) -> None:

@@ -9,28 +9,27 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.cutter import DOWN, UP, Cutter
+from tests.cutting_proxy import DOWN, UP, CuttingProxy
+from tests.served import server_fixture
 
 import rallypoint
 from rallypoint import aio
 from rallypoint.aio import AsyncStore
-from rallypoint.core.records import Status
+from rallypoint.client import async_session
+from rallypoint.client.routing import search
+from rallypoint.core.records import ReplyStatus
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
-from rallypoint.store import async_session, search, wire
 
 DEADLINE_S = 60
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[rallypoint.Server]:
-    with rallypoint.Server() as server:
-        yield server
+server = server_fixture("module")
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +41,12 @@ def clean(server: rallypoint.Server) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no address be taken for a silent one because this machine is busy."""
+    """Raise the time-outs for silent addresses, so that a busy machine triggers none."""
     monkeypatch.setattr(search, "PATIENCE_S", (DEADLINE_S / 2, DEADLINE_S / 2))
 
 
 def run(main: Coroutine[Any, Any, Any]) -> Any:
-    """Run one scenario, which may not take for ever."""
+    """Run one scenario within DEADLINE_S."""
     return asyncio.run(asyncio.wait_for(main, DEADLINE_S))
 
 
@@ -62,7 +61,7 @@ async def opened(port: int, count: int = 1) -> AsyncIterator[list[AsyncStore]]:
 
 
 async def until(true: Callable[[], bool], what: str) -> None:
-    """Look until something is so, and let the others run."""
+    """Poll until a condition is true, and let other tasks run."""
     deadline = Deadline(DEADLINE_S)
     while not await asyncio.to_thread(true):
         assert not deadline.expired(), f"not within {DEADLINE_S} s: {what}"
@@ -130,7 +129,7 @@ def test_a_prefix_in_the_url(server: rallypoint.Server) -> None:
     run(main())
 
 
-def test_time_outs_say_what_is_missing(server: rallypoint.Server) -> None:
+def test_timeouts_name_the_missing_keys(server: rallypoint.Server) -> None:
     async def main() -> None:
         async with opened(server.port) as (store,):
             await store.set("here", "v")
@@ -150,7 +149,7 @@ def test_time_outs_say_what_is_missing(server: rallypoint.Server) -> None:
 
 
 @pytest.mark.parametrize("timeout", [float("inf"), 1e12])
-def test_one_may_wait_for_ever(timeout: float, server: rallypoint.Server) -> None:
+def test_an_infinite_timeout_waits_for_ever(timeout: float, server: rallypoint.Server) -> None:
     async def main() -> None:
         async with opened(server.port) as (store,):
             waiting = asyncio.create_task(store.get("late", timeout=timeout))
@@ -161,7 +160,7 @@ def test_one_may_wait_for_ever(timeout: float, server: rallypoint.Server) -> Non
     run(main())
 
 
-def test_many_at_once(server: rallypoint.Server) -> None:
+def test_hundreds_of_concurrent_calls_are_all_answered(server: rallypoint.Server) -> None:
     async def main() -> None:
         async with opened(server.port, 3) as stores:
             waiting = [asyncio.create_task(stores[0].get(f"late {number}")) for number in range(200)]
@@ -203,7 +202,7 @@ def test_a_cancelled_call_leaves_nothing_behind(name: str, server: rallypoint.Se
     run(main())
 
 
-async def gathered(tasks: list[asyncio.Future[Any]]) -> list[Any]:
+async def gathered(tasks: Sequence[asyncio.Future[Any]]) -> list[Any]:
     return await asyncio.gather(*tasks, return_exceptions=True)
 
 
@@ -220,7 +219,7 @@ def test_wait_for_cancels_cleanly(server: rallypoint.Server) -> None:
 
 
 def test_an_item_that_comes_while_its_taker_is_cancelled_is_not_lost(server: rallypoint.Server) -> None:
-    """Cancelled at every step around the answer: the item is either the taker's or still in the queue."""
+    """Cancel at every step around the reply: the item is either with the consumer or still in the queue."""
 
     async def main() -> None:
         async with opened(server.port, 2) as (store, other):
@@ -242,7 +241,7 @@ def test_an_item_that_comes_while_its_taker_is_cancelled_is_not_lost(server: ral
 
 
 def test_an_answer_that_its_task_has_not_seen_is_not_confirmed(server: rallypoint.Server) -> None:
-    """The answer of a take is there, others make the client confirm, and then the taker is cancelled."""
+    """A pop has its reply, other calls make the client confirm, and then the task that popped is cancelled."""
 
     async def main() -> None:
         async with opened(server.port) as (store,):
@@ -250,7 +249,7 @@ def test_an_answer_that_its_task_has_not_seen_is_not_confirmed(server: rallypoin
             await until_waiting(server, 1)
             session = store._session
             (future,) = session._waiting.values()
-            future.add_done_callback(lambda _: task.cancel())  # runs after the task was told, before it runs
+            future.add_done_callback(lambda _: task.cancel())  # runs after the task was woken, before it runs
             session._core._unconfirmed = 1000
             await store.queue_push("q", "item")
             (end,) = await gathered([task])
@@ -324,8 +323,8 @@ def test_a_task_that_only_watches_confirms_what_it_saw(server: rallypoint.Server
 
 
 @pytest.mark.parametrize("after", [0, 5, 100, 1000])
-def test_a_cut_is_mended(after: int, server: rallypoint.Server) -> None:
-    async def main(cutter: Cutter) -> None:
+def test_calls_leases_and_watches_survive_a_cut(after: int, server: rallypoint.Server) -> None:
+    async def main(cutter: CuttingProxy) -> None:
         async with opened(cutter.port) as (store,):
             await store.lease("leased", "v")
             late = asyncio.ensure_future(store.get("late"))
@@ -336,19 +335,19 @@ def test_a_cut_is_mended(after: int, server: rallypoint.Server) -> None:
             cutter.arm(UP, after)
             totals = await asyncio.gather(*(store.add("n", 1) for _ in range(200)))
             assert totals == list(range(1, 201))
-            assert cutter.connections > 1, "it really was cut"
+            assert cutter.connections > 1, "the connection was cut"
             await store.multi_set(["late", "w1"], ["v", "v"])
             await store.queue_push("q", "item")
             assert (await late, await item, (await change).key) == (b"v", b"item", "w1")
             assert await store.get("leased") == b"v"
             await changes.aclose()
 
-    with Cutter(server.port) as cutter:
+    with CuttingProxy(server.port) as cutter:
         run(main(cutter))
 
 
 def test_calls_made_while_cut_are_sent_later(server: rallypoint.Server) -> None:
-    async def main(cutter: Cutter) -> None:
+    async def main(cutter: CuttingProxy) -> None:
         async with opened(cutter.port) as (store,):
             before = cutter.connections
             cutter.refusing = True
@@ -363,12 +362,12 @@ def test_calls_made_while_cut_are_sent_later(server: rallypoint.Server) -> None:
             await store.queue_push("q", "item")
             assert await store.queue_len("q") == 1
 
-    with Cutter(server.port) as cutter:
+    with CuttingProxy(server.port) as cutter:
         run(main(cutter))
 
 
 def test_a_cut_longer_than_the_grace_ends_the_session() -> None:
-    async def main(cutter: Cutter) -> None:
+    async def main(cutter: CuttingProxy) -> None:
         async with opened(cutter.port) as (store,):
             waiting = asyncio.ensure_future(store.get("k"))
             cutter.refusing = True
@@ -378,13 +377,13 @@ def test_a_cut_longer_than_the_grace_ends_the_session() -> None:
             with pytest.raises(rallypoint.SessionLost):
                 await store.add("n", 1)
 
-    with rallypoint.Server(grace=0.2) as server, Cutter(server.port) as cutter:
+    with rallypoint.Server(grace=0.2) as server, CuttingProxy(server.port) as cutter:
         run(main(cutter))
 
 
-def test_a_restarted_server_is_told_apart() -> None:
+def test_another_server_at_the_address_ends_calls_with_server_restarted() -> None:
     async def main() -> None:
-        with rallypoint.Server(grace=DEADLINE_S) as one, rallypoint.Server() as other, Cutter(one.port) as cutter:
+        with rallypoint.Server(grace=DEADLINE_S) as one, rallypoint.Server() as other, CuttingProxy(one.port) as cutter:
             async with opened(cutter.port) as (store,):
                 changes = store.watch()
                 tasks: list[asyncio.Future[Any]] = [
@@ -403,8 +402,8 @@ def test_a_restarted_server_is_told_apart() -> None:
 
 
 @asynccontextmanager
-async def through(ways: list[Cutter]) -> AsyncIterator[AsyncStore]:
-    """A store that has two addresses; at its end nobody is left waiting."""
+async def through(ways: list[CuttingProxy]) -> AsyncIterator[AsyncStore]:
+    """A store that has two addresses; at the end no request waits at the server."""
     addresses = ",".join(f"127.0.0.1:{way.port}" for way in ways)
     async with await aio.connect(f"tcp://{addresses}", timeout=DEADLINE_S) as store:
         yield store
@@ -414,15 +413,15 @@ def at(store: AsyncStore) -> int:
     return store._session._route.at.port
 
 
-def two_ways(main: Callable[[list[Cutter]], Coroutine[Any, Any, None]], grace: float = DEADLINE_S) -> None:
-    """Run a scenario with two ways to one server."""
-    with rallypoint.Server(grace=grace) as server, Cutter(server.port) as one, Cutter(server.port) as other:
+def two_ways(main: Callable[[list[CuttingProxy]], Coroutine[Any, Any, None]], grace: float = DEADLINE_S) -> None:
+    """Run a scenario with two proxies in front of one server."""
+    with rallypoint.Server(grace=grace) as server, CuttingProxy(server.port) as one, CuttingProxy(server.port) as other:
         run(main([one, other]))
 
 
 @pytest.mark.parametrize("way", [UP, DOWN])
-def test_another_address_goes_on_at_every_byte(way: str) -> None:
-    async def main(ways: list[Cutter]) -> None:
+def test_after_a_cut_at_any_byte_the_session_continues_at_another_address(way: str) -> None:
+    async def main(ways: list[CuttingProxy]) -> None:
         async with through(ways) as store:
             here, there = ways
             before = here.passed[way]
@@ -435,13 +434,13 @@ def test_another_address_goes_on_at_every_byte(way: str) -> None:
                 here.disarm()
                 if at(store) != here.port:
                     here, there = there, here
-            assert min(each.connections for each in ways) > (size - 5) / 2, "it really went to and fro"
+            assert min(each.connections for each in ways) > (size - 5) / 2, "both addresses were used"
 
     two_ways(main)
 
 
-def test_everything_goes_on_at_another_address() -> None:
-    async def main(ways: list[Cutter]) -> None:
+def test_leases_waits_and_watches_continue_at_another_address() -> None:
+    async def main(ways: list[CuttingProxy]) -> None:
         async with through(ways) as store, aclosing(store.watch("w")) as changes:
             await store.lease("leased", "v")
             late = asyncio.ensure_future(store.get("late"))
@@ -455,8 +454,8 @@ def test_everything_goes_on_at_another_address() -> None:
     two_ways(main)
 
 
-def test_one_that_is_silent_and_one_that_refuses_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def main(ways: list[Cutter]) -> None:
+def test_silent_and_refusing_addresses_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main(ways: list[CuttingProxy]) -> None:
         with socket.create_server(("127.0.0.1", 0)) as silent:
             ways[0].redirect(silent.getsockname()[1])
             async with through(ways) as store:
@@ -470,8 +469,8 @@ def test_one_that_is_silent_and_one_that_refuses_are_passed_over(monkeypatch: py
     two_ways(main)
 
 
-def test_an_address_that_is_no_host_name_is_passed_over() -> None:
-    async def main(ways: list[Cutter]) -> None:
+def test_an_address_that_is_no_host_name_is_skipped() -> None:
+    async def main(ways: list[CuttingProxy]) -> None:
         for url in (f"tcp://{'x' * 64}.y,127.0.0.1:{ways[0].port}", f"tcp://127.0.0.1:{ways[0].port},{'x' * 64}.y"):
             async with await aio.connect(url, timeout=DEADLINE_S) as store:
                 ways[0].cut_all()
@@ -481,7 +480,7 @@ def test_an_address_that_is_no_host_name_is_passed_over() -> None:
 
 
 def test_when_every_address_is_gone_the_error_names_them() -> None:
-    async def main(ways: list[Cutter]) -> None:
+    async def main(ways: list[CuttingProxy]) -> None:
         async with through(ways) as store:
             for way in ways:
                 way.stop()
@@ -497,7 +496,7 @@ def test_when_every_address_is_gone_the_error_names_them() -> None:
 
 
 def test_a_server_of_another_store_is_refused() -> None:
-    async def main(ways: list[Cutter]) -> None:
+    async def main(ways: list[CuttingProxy]) -> None:
         with rallypoint.Server() as stranger:
             ways[1].redirect(stranger.port)
             async with through(ways) as store:
@@ -511,7 +510,7 @@ def test_a_server_of_another_store_is_refused() -> None:
 # The end
 
 
-def test_close_wakes_everybody(server: rallypoint.Server) -> None:
+def test_close_ends_every_pending_call(server: rallypoint.Server) -> None:
     async def main() -> None:
         store = await aio.connect(server.url, timeout=DEADLINE_S)
         changes = store.watch()
@@ -542,7 +541,7 @@ STOPPED: dict[str, Callable[[AsyncStore], Awaitable[Any]]] = {
 }
 
 
-def test_a_stopped_server_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_to_a_stopped_server_fail_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main(server: rallypoint.Server) -> None:
         async with opened(server.port) as (store,):
             monkeypatch.setattr(store._session, "patience_s", 0.2)
@@ -557,7 +556,7 @@ def test_a_stopped_server_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyP
                 assert (end.operation, end.peer) == (operation, f"127.0.0.1:{server.port}")
                 assert "no answer within 0." in str(end)
             monkeypatch.setattr(store._session, "patience_s", DEADLINE_S)
-            assert await store.add("n", 1) in (1, 2), "it goes on where the server does"
+            assert await store.add("n", 1) in (1, 2), "it continues with the server"
             await until_waiting(server, 0)
             await until(lambda: server.statistics()["watches"] == 0, "the watch is taken back")
 
@@ -565,18 +564,19 @@ def test_a_stopped_server_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyP
         run(main(server))
 
 
-def test_the_patience_is_that_of_the_blocking_client(server: rallypoint.Server) -> None:
+def test_the_patience_equals_the_blocking_clients(server: rallypoint.Server) -> None:
     async def main() -> None:
         for timeout, patience_s in ((0.5, 10.0), (60, 60.0)):
             async with await aio.connect(server.url, timeout=timeout) as store:
                 assert store._session.patience_s == patience_s
-        assert async_session.LEAST_PATIENCE_S == wire.LEAST_PATIENCE_S
+            with rallypoint.connect(server.url, timeout=timeout) as blocking:
+                assert blocking._backend._session.patience_s == patience_s  # type: ignore[attr-defined]
 
     run(main())
 
 
 @pytest.mark.parametrize("size", [-(2**70), -1, 0, 1])
-def test_a_barrier_of_nobody_or_less_is_open(size: int, server: rallypoint.Server) -> None:
+def test_a_barrier_of_zero_or_fewer_members_is_open(size: int, server: rallypoint.Server) -> None:
     async def main() -> None:
         async with opened(server.port) as (store,):
             await store.barrier("gate", size)
@@ -595,7 +595,7 @@ def test_a_barrier_of_more_than_64_bits_times_out(server: rallypoint.Server) -> 
     run(main())
 
 
-def test_asyncio_run_twice(server: rallypoint.Server) -> None:
+def test_it_works_in_a_second_event_loop(server: rallypoint.Server) -> None:
     async def main() -> int:
         async with opened(server.port) as (store,):
             return await store.add("n", 1)
@@ -603,14 +603,14 @@ def test_asyncio_run_twice(server: rallypoint.Server) -> None:
     assert [run(main()), run(main())] == [1, 2]
 
 
-def test_nobody_there() -> None:
+def test_connecting_where_nothing_listens_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
     with pytest.raises(rallypoint.ConnectFailed, match=str(port)):
         run(aio.connect(f"tcp://127.0.0.1:{port}", timeout=0.1))
 
 
-def test_only_tcp() -> None:
+def test_only_tcp_urls_are_accepted() -> None:
     with pytest.raises(ValueError, match="asyncio is for tcp://"):
         run(aio.connect("file:///tmp/nothing"))
 
@@ -619,28 +619,30 @@ def test_only_tcp() -> None:
     ("answer", "welcome", "why"),
     [
         (b"HTTP", b"", "not a store"),
-        (ACCEPTED, frame([0, Status.REFUSED, [b"server", "not today"]]), "not today"),
-        (ACCEPTED, frame([0, Status.OK, 5]), "makes no sense"),
+        (ACCEPTED, frame([0, ReplyStatus.REFUSED, [b"server", "not today"]]), "not today"),
+        (ACCEPTED, frame([0, ReplyStatus.OK, 5]), "malformed welcome from server"),
     ],
 )
-def test_a_server_that_refuses_is_not_asked_again(answer: bytes, welcome: bytes, why: str) -> None:
-    with liar(answer, welcome) as url, pytest.raises(rallypoint.ConnectFailed, match=why):
+def test_a_server_that_refuses_is_not_tried_again(answer: bytes, welcome: bytes, why: str) -> None:
+    with ScriptedServer(answer, welcome) as url, pytest.raises(rallypoint.ConnectFailed, match=why):
         run(aio.connect(url, timeout=10 * DEADLINE_S))
 
 
 @pytest.mark.parametrize("lie", [b"\xff" * 64, frame("hello"), frame([[1], 0, None]), frame([0, 1, 5])])
-def test_an_answer_that_makes_no_sense_is_an_error_of_ours(lie: bytes) -> None:
+def test_a_malformed_reply_raises_connection_lost(lie: bytes) -> None:
     async def main(url: str) -> None:
         store = await aio.connect(url, timeout=DEADLINE_S)
         with pytest.raises(rallypoint.ConnectionLost):
             await store.set("k", "v")
 
-    with liar(ACCEPTED, frame([0, Status.OK, Welcome(1, b"server", b"session", 0.2, False)]), lie) as url:
+    with ScriptedServer(
+        ACCEPTED, frame([0, ReplyStatus.OK, Welcome(1, b"server", b"session", 0.2, False)]), lie
+    ) as url:
         run(main(url))
 
 
-class liar:
-    """A server that answers one connection's preface, greeting and first request with what it is told."""
+class ScriptedServer:
+    """A server that answers the preface, greeting and first request of one connection with given bytes."""
 
     def __init__(self, *answers: bytes) -> None:
         self._answers = answers
@@ -677,14 +679,14 @@ def test_a_plain_pytorch_server_is_recognised() -> None:
     assert process.stdout is not None
     try:
         port = int(process.stdout.readline())
-        with pytest.raises(rallypoint.Unsupported, match="plain PyTorch server"):
+        with pytest.raises(rallypoint.Unsupported, match="the server there is PyTorch"):
             run(aio.connect(f"tcp://127.0.0.1:{port}", timeout=DEADLINE_S))
     finally:
         process.kill()
         process.communicate()
 
 
-def test_closing_ends_the_search_for_a_server_whatever_happens_to_it_at_that_moment(
+def test_closing_ends_the_search_for_a_server_at_every_step_of_it(
     server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main() -> None:
@@ -706,13 +708,15 @@ def test_closing_ends_the_search_for_a_server_whatever_happens_to_it_at_that_mom
             store = await aio.connect(server.url, timeout=DEADLINE_S)
             with monkeypatch.context() as patch:
                 patch.setattr(async_session.AsyncSession, "_greet", greet)
-                store._session._transport.abort()
+                transport = store._session._transport
+                assert transport is not None
+                transport.abort()
                 await tried.wait()
                 fail.set()
                 for _ in range(ticks):
                     await asyncio.sleep(0)
                 await store.close()
-                searching = store._session._mending
+                searching = store._session._reconnecting
                 assert searching is not None
                 await asyncio.wait([searching], timeout=DEADLINE_S / 2)
                 assert searching.done() and attempts == 1, f"after {ticks} ticks"

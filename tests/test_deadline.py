@@ -1,14 +1,14 @@
-"""Durations and deadlines: what is accepted, what is refused by name, and that time only runs out."""
+"""Durations and deadlines: accepted and refused arguments, and remaining time."""
 
 from __future__ import annotations
 
 import math
+import time
 from datetime import timedelta
 from decimal import Decimal
 
 import pytest
 
-from rallypoint import deadline as module
 from rallypoint.deadline import Deadline, seconds
 
 
@@ -17,7 +17,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
 
 @pytest.fixture
@@ -55,12 +55,12 @@ def test_seconds_refuses_other_types_by_name(given: object) -> None:
     assert repr(given) in str(caught.value)
 
 
-def test_a_refusal_calls_it_timeout_where_nothing_else_was_said() -> None:
+def test_the_default_name_of_a_duration_is_timeout() -> None:
     with pytest.raises(ValueError, match=r"^timeout must not be negative"):
         Deadline(-1)
 
 
-def test_a_deadline_is_taken_once(clock: Clock) -> None:
+def test_the_clock_is_read_once(clock: Clock) -> None:
     deadline = Deadline(timedelta(seconds=5))
     assert (deadline.timeout_s, deadline.at) == (5.0, 1005.0)
     clock.now = 1002.0
@@ -77,7 +77,7 @@ def test_a_deadline_runs_out_and_stays_out(clock: Clock, now: float, remaining: 
     assert (deadline.remaining(), deadline.expired()) == (remaining, expired)
 
 
-def test_no_time_at_all_has_expired_at_once(clock: Clock) -> None:
+def test_a_deadline_of_zero_has_expired_at_once(clock: Clock) -> None:
     deadline = Deadline(0)
     assert (deadline.remaining(), deadline.expired()) == (0.0, True)
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
 
 ROOT = Path(__file__).resolve().parents[1]
 NUMBERS = (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)

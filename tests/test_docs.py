@@ -1,7 +1,8 @@
-"""What the README and the examples show is run, so that it stays true."""
+"""The code and commands in the README, the examples and the docs are run, so that they stay true."""
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import io
 import os
@@ -31,21 +32,21 @@ SAYS = {
 }
 """Every example, and a line that it must print."""
 
-LAUNCHED = {"pi.py": "tests/elastic/test_pi.py", "ddp_elastic.py": "tests/interop/test_ddp_elastic.py"}
-"""Those that are for `rallypoint run`, and what runs them."""
+LAUNCHED = {"pi.py": "tests/launch/test_pi.py", "ddp_elastic.py": "tests/interop/test_ddp_elastic.py"}
+"""Examples for `rallypoint run`, and the tests that run them."""
 
 PAGES = ("README.md", "docs/run.md")
 """Pages that show what the launcher prints."""
 
 
-def test_every_example_is_run():
+def test_every_example_is_run() -> None:
     assert {path.name for path in (ROOT / "examples").glob("*.py")} == {*SAYS, *LAUNCHED}
     for name, test in LAUNCHED.items():
         assert f'"{name}"' in (ROOT / test).read_text() or f'"{name} ' in (ROOT / test).read_text()
 
 
 @pytest.mark.parametrize("name", SAYS)
-def test_example(name):
+def test_example(name: str) -> None:
     run = subprocess.run(
         [sys.executable, "-W", "error", ROOT / "examples" / name], capture_output=True, text=True, timeout=100
     )
@@ -53,7 +54,7 @@ def test_example(name):
     assert SAYS[name] in run.stdout
 
 
-def test_examples_run_on_a_server_too():
+def test_examples_run_on_a_server_too() -> None:
     with rallypoint.Server() as server:
         for name in ("store.py", "work_queue.py"):
             run = subprocess.run(
@@ -63,7 +64,7 @@ def test_examples_run_on_a_server_too():
             assert SAYS[name] in run.stdout
 
 
-def test_readme_python(tmp_path, monkeypatch):
+def test_readme_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The README's Python blocks run in order, and every `expression  # b'...'` gives what its comment says."""
     blocks = [block for block in re.findall(r"```python\n(.*?)```", README, re.S) if "torch" not in block]
     assert len(blocks) >= 3
@@ -84,7 +85,7 @@ def test_readme_python(tmp_path, monkeypatch):
     assert "epoch' in <TCPStore" in printed.getvalue() and "missing: node-b, node-c" in printed.getvalue()
 
 
-def test_the_relays_page_tells_of_every_option():
+def test_the_page_of_the_relay_names_every_option() -> None:
     page = (ROOT / "docs" / "relay.md").read_text()
     asked = subprocess.run([sys.executable, "-m", "rallypoint", "relay", "--help"], capture_output=True, text=True)
     options = set(re.findall(r"--[a-z-]+", asked.stdout)) - {"--help"}
@@ -92,7 +93,7 @@ def test_the_relays_page_tells_of_every_option():
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_what_the_launcher_prints(page, tmp_path):
+def test_pages_show_what_the_launcher_prints(page: str, tmp_path: Path) -> None:
     """A script whose first line is its name is written; `$ commands` are run, and print every line that is shown.
 
     Numbers may differ, and so may the order, for workers run at the same time.
@@ -115,11 +116,11 @@ def test_what_the_launcher_prints(page, tmp_path):
         assert not missing, f"$ {command}\n{done.stdout}"
 
 
-def without_numbers(line):
+def without_numbers(line: str) -> str:
     return re.sub(r"\d[\d.,]*", "0", line)
 
 
-def test_the_launchers_page_tells_of_every_option():
+def test_the_page_of_the_launcher_names_every_option() -> None:
     page = (ROOT / "docs" / "run.md").read_text() + README
     asked = subprocess.run([sys.executable, "-m", "rallypoint", "run", "--help"], capture_output=True, text=True)
     options = set(re.findall(r"--[a-z-]+", asked.stdout)) - {"--help"}
@@ -130,7 +131,7 @@ def test_the_launchers_page_tells_of_every_option():
 
 
 @pytest.mark.parametrize("page", ["rendezvous.md", "queues.md", "relay.md"])
-def test_the_example_of_a_page(page, monkeypatch):
+def test_the_example_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it prints is what its comments say."""
     monkeypatch.setenv("RALLYPOINT_RELAY", "")  # one of them sets it
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
@@ -140,14 +141,42 @@ def test_the_example_of_a_page(page, monkeypatch):
     assert printed.getvalue().splitlines() == re.findall(r"print\(.*?\) +# (.*)", block)
 
 
-def test_readme_names_what_exists():
+def test_links_and_make_targets_of_the_readme_exist() -> None:
     for target in re.findall(r"\]\(([\w./]+)\)", README):
         assert (ROOT / target).exists(), f"README links to {target}"
     for command in re.findall(r"^make (\w+)", README, re.M):
-        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), f"README tells to run make {command}"
+        assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), f"README mentions make {command}"
 
 
-def test_readme_lists_every_operation():
-    listed = set(re.search(r"`(set get add.*?)`", README, re.S)[1].split())
-    missing = [name for name in listed if not hasattr(rallypoint.Store, name)]
+def test_operations_listed_in_the_readme_exist() -> None:
+    (listed,) = re.findall(r"`(set get add.*?)`", README, re.S)
+    missing = [name for name in listed.split() if not hasattr(rallypoint.Store, name)]
     assert not missing
+
+
+WALK_STEP = re.compile(r"`([\w/]+\.py)` `(\w+(?:\.\w+)?)`")
+WALK_MODULES = [12, 12, 12, 18, 12, 12]
+"""Modules that each walk may name. The fourth crosses a client, a server and etcd: 12 of its modules are no storage."""
+
+
+def test_the_walks_of_the_design_name_functions_that_exist() -> None:
+    """Each walk has at most 20 steps in few modules, and names each step's module and function."""
+    text = (ROOT / "docs" / "design.md").read_text(encoding="utf-8")
+    walks = re.findall(r"\*\*\d\. .*?(?=\n\n\*\*\d\. |\n\n## )", text, re.DOTALL)
+    for walk, modules in zip(walks, WALK_MODULES, strict=True):
+        assert len(re.findall(r"^\d+\. ", walk, re.MULTILINE)) <= 20
+        steps = WALK_STEP.findall(walk)
+        assert len(steps) >= 8 and len({path for path, _ in steps}) <= modules
+        for path, name in steps:
+            tree = ast.parse((ROOT / "src" / "rallypoint" / path).read_text(encoding="utf-8"))
+            assert name in _functions(tree), f"{path} has no {name}"
+
+
+def _functions(tree: ast.Module) -> set[str]:
+    """Return the names of all functions of a module, with those of their classes in front."""
+    found = {node.name for node in tree.body if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            inside = (one for one in node.body if isinstance(one, ast.FunctionDef | ast.AsyncFunctionDef))
+            found |= {f"{node.name}.{one.name}" for one in inside}
+    return found

@@ -1,4 +1,4 @@
-"""The hosts that tests make (`tests/hosts.py`): they know each other, can be cut off and mended, and leave nothing."""
+"""The hosts of `tests/hosts.py`: they resolve each other, can be cut off and reconnected, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 from tests.hosts import FILES, Host, hosts
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
 
 CALL = "import socket, sys; socket.create_connection((sys.argv[1], int(sys.argv[2])), float(sys.argv[3])); print('met')"
 
 
 def call(caller: Host, callee: Host, port: int, timeout_s: float = AMPLE_S) -> str:
-    """Return what a call from one host to another ends with."""
+    """Connect from one host to another; return "met" or the error."""
     process = caller.popen(
         [sys.executable, "-c", CALL, callee.name, str(port), str(timeout_s)],
         stdout=subprocess.PIPE,
@@ -45,7 +45,7 @@ def test_hosts_know_each_other_and_are_cut_and_mended() -> None:
 
 
 @pytest.mark.needs("netns")
-def test_a_host_loses_another_and_no_third() -> None:
+def test_cut_from_affects_one_other_host_only() -> None:
     with hosts(3) as (a, b, c):
         with a.inside():
             server = socket.create_server((a.address, 0))
@@ -65,7 +65,7 @@ def test_a_host_loses_another_and_no_third() -> None:
 
 
 @pytest.mark.needs("netns")
-def test_nothing_is_left_of_a_host() -> None:
+def test_hosts_leave_nothing_behind() -> None:
     with hosts(2) as (_, b):
         process = b.popen([sys.executable, "-c", "import signal; print('up', flush=True); signal.pause()"], stdout=-1)
         assert process.stdout is not None and process.stdout.readline() == b"up\n"

@@ -1,6 +1,6 @@
-"""When a watch looks at a connection, and when it judges: with a loop and a clock in the test's hands.
+"""When a peer watch checks a connection, and when it reports a vanished host; loop and clock are fakes.
 
-What TCP_INFO says of a host that is really gone is in `tests/session/test_vanished_host.py`.
+What TCP_INFO says of a host that is really gone is in `tests/client/test_vanished_host.py`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import asyncio
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from rallypoint import liveness, net
+from rallypoint import net
 from rallypoint.liveness import LAST_PROBE_S, PAUSE_S, TICK_S, VANISHED_S, PeerWatch, silence_s
 
 PROBED_S = VANISHED_S - LAST_PROBE_S
@@ -33,7 +34,7 @@ class Loop:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 1000.0
         self.timer: Timer | None = None
-        monkeypatch.setattr(liveness.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
 
     def call_later(self, delay_s: float, call: Callable[[], None]) -> Timer:
         assert self.timer is None or self.timer.cancelled
@@ -41,7 +42,7 @@ class Loop:
         return self.timer
 
     def run(self, late_s: float = 0.0) -> float:
-        """Let the timer ring, so many seconds late; return how many seconds after now it was due, but for the tick."""
+        """Fire the timer, `late_s` late; return in how many seconds it was due, less the tick."""
         timer, self.timer = self.timer, None
         assert timer is not None and not timer.cancelled
         delay_s, self.now = timer.due_at - self.now, timer.due_at + late_s
@@ -50,7 +51,7 @@ class Loop:
 
 
 class Peer:
-    """A socket whose host was last heard at an instant."""
+    """A socket that says when its host was last heard."""
 
     def __init__(self, loop: Loop) -> None:
         self._loop = loop
@@ -80,7 +81,7 @@ def watch(loop: Loop, sock: Any) -> tuple[PeerWatch, list[float]]:
     return PeerWatch(loop, sock, gone.append), gone  # type: ignore[arg-type]
 
 
-def test_a_host_that_is_silent_is_probed_once_more_and_judged_at_the_very_moment(loop: Loop) -> None:
+def test_a_silent_host_gets_a_last_probe_and_is_gone_exactly_in_time(loop: Loop) -> None:
     peer = Peer(loop)
     _, gone = watch(loop, peer)
     peer.acknowledged_at += 2.0  # the last sign
@@ -90,7 +91,7 @@ def test_a_host_that_is_silent_is_probed_once_more_and_judged_at_the_very_moment
     assert peer.probed_at == [pytest.approx(peer.acknowledged_at + PROBED_S + TICK_S)]
 
 
-def test_a_host_that_is_back_for_the_last_probe_is_not_gone(loop: Loop) -> None:
+def test_a_host_that_answers_the_last_probe_is_not_gone(loop: Loop) -> None:
     peer = Peer(loop)
     _, gone = watch(loop, peer)
     peer.answers = True
@@ -118,14 +119,14 @@ def test_after_a_pause_acknowledgements_get_time_to_arrive(loop: Loop) -> None:
     assert not gone and loop.timer is not None
 
 
-def test_who_is_always_late_judges_nevertheless(loop: Loop) -> None:
+def test_a_loop_that_is_always_late_still_detects_a_vanished_host(loop: Loop) -> None:
     _, gone = watch(loop, Peer(loop))
     loop.run(late_s=20.0)
     loop.run(late_s=20.0)
     assert gone == [pytest.approx(PROBED_S + PAUSE_S + 40.0 + 2 * TICK_S)]
 
 
-def test_a_watch_that_is_stopped_looks_no_more(loop: Loop) -> None:
+def test_a_stopped_watch_checks_no_more(loop: Loop) -> None:
     watching, _ = watch(loop, Peer(loop))
     watching.stop()
     assert loop.timer is not None and loop.timer.cancelled

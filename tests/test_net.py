@@ -1,8 +1,8 @@
 """Endpoints, host matching, listening and connecting, on real sockets of the loopback only.
 
-What cannot be had from a loopback (a name with many addresses, a resolver that hangs, a taken port in one family)
-is played by a fake `getaddrinfo` or a socket class whose one method misbehaves; the rest of each call is real.
-Linux and a loopback with ::1 are taken for granted: without them these tests fail, they do not skip.
+Cases that loopback lacks (a name with many addresses, a resolver that hangs, a taken port in one family) use a fake
+`getaddrinfo`, or a socket class with one faulty method; the rest of each call is real. Linux and a loopback with ::1
+are required: without them these tests fail, they do not skip.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def opened() -> Iterator[ExitStack]:
 
 @pytest.fixture
 def reserved() -> Iterator[socket.socket]:
-    """A port that is held and refuses: bound, not listening."""
+    """A port that refuses connections: bound, not listening."""
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
         sock.bind(("127.0.0.1", 0))
         yield sock
@@ -68,7 +68,7 @@ def info(address: str) -> tuple[Any, ...]:
 
 
 def fake_dns(monkeypatch: pytest.MonkeyPatch, answers: dict[str, Callable[[], list[Any]]]) -> None:
-    """Let these names be answered so, and every other as before; as in DNS, a name is no numeric host."""
+    """Resolve these names to given addresses, and all others as before; like DNS, refuse numeric lookups."""
     real = socket.getaddrinfo
 
     def getaddrinfo(host: Any, port: Any, *args: Any, **more: Any) -> Any:
@@ -167,7 +167,7 @@ def test_a_bad_endpoint_is_quoted(text: str) -> None:
     assert repr(f" {text}") in str(caught.value)
 
 
-def test_a_bad_port_and_a_bad_host_are_told_apart() -> None:
+def test_errors_tell_a_bad_port_from_a_bad_host() -> None:
     with pytest.raises(ValueError, match="port number from 0 to 65535"):
         parse_endpoint("node-1:http", 29400)
     with pytest.raises(ValueError, match="a name, an IPv4 address or"):
@@ -202,7 +202,7 @@ def test_endpoints_are_read_as_torch_reads_them() -> None:
     assert differ == list(BETTER_THAN_TORCH)
 
 
-# Is this host me?
+# Which hosts are this one
 
 HOSTS = {
     "localhost": True,
@@ -233,7 +233,7 @@ HOSTS = {
 
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names that no hosts file has are unknown, without asking anybody."""
+    """Resolve names by the hosts file only."""
     fake_dns(monkeypatch, {"no-such-host.invalid": unknown, "a b": unknown, "": unknown, "\0": unknown})
 
 
@@ -348,7 +348,7 @@ def test_port_0_is_one_number_in_both_families(opened: ExitStack, hosts: list[st
 
 
 class Recorded(socket.socket):
-    """A socket class that remembers its sockets and may refuse to bind some."""
+    """A socket class that records its sockets and may refuse to bind some."""
 
     made: list[socket.socket]
     refusals: dict[int, list[int]]  # by address family: what the next binds to a known port fail with
@@ -472,7 +472,7 @@ def test_a_name_that_cannot_be_resolved_cannot_be_listened_on(host: str) -> None
 
 
 @pytest.mark.parametrize(("hosts", "port"), [("localhost", 0), ([], 0), (["localhost"], -1), (["localhost"], 65536)])
-def test_listening_nowhere_is_misuse(hosts: Any, port: int) -> None:
+def test_listening_on_no_address_is_misuse(hosts: Any, port: int) -> None:
     with pytest.raises(ValueError, match="list of hosts and a port"):
         listen(hosts, port)
 
@@ -525,7 +525,7 @@ def refused_descriptors(stack: ExitStack) -> dict[str, int]:
     }
 
 
-def test_what_cannot_be_adopted_is_refused_by_name_and_stays_open(opened: ExitStack) -> None:
+def test_descriptors_that_cannot_be_adopted_are_refused_and_stay_open(opened: ExitStack) -> None:
     for words, fd in refused_descriptors(opened).items():
         with pytest.raises(ValueError, match=f"descriptor {fd} {words}"):
             adopt(fd)
@@ -611,7 +611,7 @@ def test_a_black_holed_address_leaves_time_for_a_good_one(
 
 
 @pytest.mark.parametrize("timeout_s", [0, 0.3])
-def test_each_address_is_tried_and_its_last_reason_told(
+def test_each_address_is_tried_and_its_last_error_reported(
     hole_and_server: tuple[int, socket.socket], timeout_s: float
 ) -> None:
     port, server = hole_and_server
@@ -800,7 +800,7 @@ def test_an_interrupted_attempt_is_not_repeated(
     ("host", "port", "words"),
     [("a..b", 80, "'a..b' is not a host name"), ("localhost", 0, "1 to 65535"), ("localhost", 65536, "1 to 65535")],
 )
-def test_calling_nobody_is_misuse_and_not_waited_for(host: str, port: int, words: str) -> None:
+def test_connecting_to_no_address_is_misuse(host: str, port: int, words: str) -> None:
     with pytest.raises(ValueError, match=words):
         connect(host, port, Deadline(AMPLE_S))
 
@@ -810,7 +810,7 @@ def test_calling_nobody_is_misuse_and_not_waited_for(host: str, port: int, words
 
 @pytest.fixture
 def file_limit() -> Iterator[tuple[int, int]]:
-    """A low soft limit, and the hard one as it was; both are put back."""
+    """A low soft limit and the original hard limit; both are restored."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     lowered = (512, before[1])
     resource.setrlimit(resource.RLIMIT_NOFILE, lowered)
@@ -825,7 +825,7 @@ def test_the_file_limit_is_raised_as_far_as_it_goes_and_never_lowered(file_limit
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (expected, hard)
 
 
-def test_a_file_limit_that_cannot_be_raised_is_told(
+def test_raising_the_file_limit_returns_the_old_one_if_forbidden(
     monkeypatch: pytest.MonkeyPatch, file_limit: tuple[int, int]
 ) -> None:
     def forbidden(*_: Any) -> None:
@@ -836,6 +836,6 @@ def test_a_file_limit_that_cannot_be_raised_is_told(
         assert net.raise_file_limit(file_limit[0] + 1) == file_limit[0]
 
 
-def test_without_file_limits_all_that_is_wanted_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_file_limits_the_wanted_number_is_returned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "resource", None)
     assert net.raise_file_limit(12345) == 12345

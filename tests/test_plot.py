@@ -1,4 +1,4 @@
-"""`benchmarks/plot.py`: what it writes is XML in which every point, name and mark can be found where it belongs."""
+"""`benchmarks/plot.py` writes SVG in which every point, name and mark is in its place."""
 
 from __future__ import annotations
 

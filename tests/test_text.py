@@ -1,27 +1,26 @@
-"""What peers send is shown and not obeyed: names, keys and reasons with control characters, wherever people read."""
+"""Control characters in the names, keys and reasons that peers send are escaped wherever people read them."""
 
 from __future__ import annotations
 
 import logging
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.elastic.runs import Place
-from tests.wire import AMPLE_S, until
+from tests.launch.runs import Place
+from tests.raw_peer import AMPLE_S, until
 
 import rallypoint
 from rallypoint.cli import main
-from rallypoint.elastic.events import Events
-from rallypoint.elastic.failure import Failure, report
-from rallypoint.elastic.rendezvous import Rendezvous
 from rallypoint.errors import MembersMissing, RunClosed
-from rallypoint.recipes import hosting
-from rallypoint.server.server import StoreServer
-from rallypoint.server.settings import Settings
+from rallypoint.launch.events import Events
+from rallypoint.launch.failure_report import report
+from rallypoint.launch.failures import Failure
+from rallypoint.recipes.hosting import shared_object
+from rallypoint.recipes.rendezvous import Rendezvous
+from rallypoint.server.listener import PeerLog
 from rallypoint.text import printable
 
 EVIL = "evil\x1b[2J\x9b2J\r\nFORGED \u202e"
@@ -40,7 +39,7 @@ def test_control_characters_are_shown_as_escapes(text: str, shown: str) -> None:
     assert printable(text) == shown
 
 
-def test_what_is_kept_is_kept() -> None:
+def test_characters_to_keep_are_not_escaped() -> None:
     assert printable("a\n\tb\r", keep="\n\t") == "a\n\tb\\r"
 
 
@@ -60,7 +59,7 @@ def test_events_of_the_launcher(capfd: Any) -> None:
     assert shown.splitlines()[:3] == [f"rallypoint run: {SHOWN}"] * 3 and "\x1b" not in shown
 
 
-def test_a_failure_that_another_node_tells_of() -> None:
+def test_a_failure_reported_by_another_node() -> None:
     told = Failure(node=EVIL, host=EVIL, rank=1, local_rank=0, pid=2, code=1, how=EVIL, at=EVIL, message="boom")
     assert SHOWN in told.summary() and told.summary().isprintable()
     shown = report(told, [told])
@@ -68,9 +67,9 @@ def test_a_failure_that_another_node_tells_of() -> None:
 
 
 def test_log_lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    StoreServer(Settings()).complain(SimpleNamespace(who=lambda: "10.0.0.1:1"), EVIL)  # type: ignore[arg-type]
+    PeerLog().protocol_error("10.0.0.1", "10.0.0.1:1", EVIL)
     assert SHOWN in caplog.messages[-1] and caplog.messages[-1].isprintable()
-    monkeypatch.setattr(hosting, "PROGRESS_S", 0.01)
+    monkeypatch.setattr(shared_object, "PROGRESS_S", 0.01)
     barrier = rallypoint.Barrier(rallypoint.HashStore(), "b", [EVIL, "other"])
     with caplog.at_level(logging.INFO, "rallypoint"), pytest.raises(MembersMissing) as caught:
         barrier.wait("other", timeout=0.1)

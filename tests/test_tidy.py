@@ -35,24 +35,22 @@ def words(text: str) -> frozenset[str]:
 LAYERS = (
     ("text",),
     ("errors",),
-    ("deadline", "within"),
+    ("deadline", "in_thread", "readiness", "within"),
     ("core",),
     ("protocol",),
     ("liveness",),
     ("net",),
-    ("unix_socket",),
-    ("supervisor",),
-    ("child",),
-    ("spawn",),
+    ("unix_socket", "security"),
+    ("process",),
     ("etcd",),
     ("storage",),
+    ("client", "filestore"),
     ("store",),
     ("server", "recipes", "aio"),
     ("relay",),
-    ("elastic",),
+    ("launch",),
     ("compat", "torch"),
-    ("torchrun_options", "torchrun_store"),
-    ("torchrun",),
+    ("integrations",),
     ("__init__",),
     ("cli",),
     ("__main__",),
@@ -61,69 +59,111 @@ LAYERS = (
 
 PURE = words(
     "__future__ abc base64 binascii bisect collections copy dataclasses enum functools hashlib heapq hmac itertools "
-    "json math operator re string struct textwrap types typing zlib msgspec rallypoint.core rallypoint.errors "
-    "rallypoint.text"
+    "json math operator re string struct textwrap types typing typing_extensions zlib msgspec "
+    "rallypoint.core rallypoint.errors rallypoint.text"
 )
-"""All that core/ (and errors, which it imports) may import. `rallypoint.deadline` is not here: it reads the clock."""
+"""All that core/ (and errors, which it imports) may import. `rallypoint.deadline` is not here: it reads the clock.
+`typing_extensions` is for type checkers alone: nobody installs it."""
 
 IMPURE_CALLS = words("open print input breakpoint exec eval __import__")
 PICKLERS = words("pickle _pickle cPickle pickletools cloudpickle dill joblib marshal shelve")
-HEAVY = words("torch asyncio uvloop grpc")
+HEAVY = words("torch asyncio uvloop hpack")
 """What `import rallypoint` must not import."""
 
 SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60
 LARGE: dict[str, tuple[int, str]] = {
-    "src/rallypoint/protocol/c10d.py": (370, "one wire protocol, both directions"),
+    "src/rallypoint/protocol/native.py": (330, "one wire protocol, both directions"),
+    "src/rallypoint/server/commit.py": (320, "one queue: commits, their items, a full disk"),
+    "src/rallypoint/protocol/c10d.py": (375, "one wire protocol, both directions"),
     "src/rallypoint/core/engine.py": (
-        805,
+        1025,
         "all store semantics, once: operations, waits and wake-ups change the same few tables and are read together",
     ),
     "src/rallypoint/errors.py": (
-        640,
+        615,
         "the whole tree of errors, to be read as one: which class is under which is its point",
     ),
-    "src/rallypoint/core/rendezvous.py": (
-        530,
+    "src/rallypoint/core/machines/rendezvous.py": (
+        590,
         "one machine: its commands, its state, and what each command does to that state",
     ),
-    "src/rallypoint/store/tcp.py": (420, "the client: its pool of links, its operations, the store"),
+    "src/rallypoint/store/tcp.py": (440, "the client: its pool of links, its operations, the store"),
     "src/rallypoint/core/ops.py": (315, "every operation, once: a table to be read as one"),
-    "src/rallypoint/core/session.py": (460, "every request of a client, and what makes a cut harmless"),
-    "src/rallypoint/core/exchange.py": (310, "one machine: its commands, its state, and what each does to that state"),
-    "src/rallypoint/core/state.py": (365, "every entry of the log, and what it does to the state"),
+    "src/rallypoint/core/session.py": (470, "every request of a client, and what makes a cut harmless"),
+    "src/rallypoint/core/machines/exchange.py": (
+        310,
+        "one machine: its commands, its state, and what each does to that state",
+    ),
+    "src/rallypoint/core/state.py": (380, "every entry of the log, and what it does to the state"),
     "src/rallypoint/core/snapshot.py": (
-        430,
+        455,
         "writing and reading, side by side: each section must match its counterpart",
     ),
-    "src/rallypoint/server/replicated.py": (310, "one server of several: following, leading, and the turns between"),
-    "src/rallypoint/server/server.py": (395, "the state, its log and its connections: what each brings to the others"),
-    "src/rallypoint/relay/channel_connection.py": (315, "one connection with channels: frames, credit, turns, its end"),
-    "src/rallypoint/relay/torch_session.py": (305, "one session over as many channels as it takes, and its end"),
-    "src/rallypoint/server/multiplexed.py": (
-        330,
+    "src/rallypoint/server/replication/replicated_server.py": (
+        310,
+        "one server of several: following, leading, and the turns between",
+    ),
+    "src/rallypoint/server/server.py": (400, "the state and its log: start and stop, changes, what is shown of it"),
+    "src/rallypoint/relay/upstream/channel_connection.py": (
+        315,
+        "one connection with channels: frames, credit, turns, its end",
+    ),
+    "src/rallypoint/relay/torch/session.py": (305, "one session over as many channels as it takes, and its end"),
+    "src/rallypoint/server/connections/multiplexed.py": (
+        365,
         "one connection with channels: frames, turns, and who stands in line",
     ),
-    "src/rallypoint/server/native_connection.py": (410, "one protocol's end: requests, replies, the way to the log"),
-    "src/rallypoint/server/c10d_connection.py": (365, "one protocol's end: requests, replies, the way to the log"),
-    "src/rallypoint/store/wire.py": (
-        775,
-        "who sends, who reads and who brings the session back share one set of locks: read as one",
+    "src/rallypoint/server/connections/native_connection.py": (
+        475,
+        "one protocol's end: requests, replies, the way to the log",
     ),
-    "src/rallypoint/net.py": (400, "resolving, binding and connecting share their rules"),
-    "src/rallypoint/elastic/agent.py": (435, "one loop: what may happen to a node, and what is done about each"),
-    "src/rallypoint/elastic/meeting.py": (325, "one node's side of a run: its session, its rounds, its leaving"),
-    "src/rallypoint/elastic/rendezvous.py": (335, "the whole of the public class: joining, watching, leaving, closing"),
-    "src/rallypoint/torchrun.py": (335, "the whole plug-in: what torchrun calls, and the store that it gets"),
-    "src/rallypoint/cli/run.py": (330, "every option of the launcher, and what each becomes"),
-    "src/rallypoint/store/filelog.py": (310, "one file: its locks, its log, and every step of a compaction"),
+    "src/rallypoint/server/connections/c10d_connection.py": (
+        440,
+        "one protocol's end: requests, replies, the way to the log",
+    ),
+    "src/rallypoint/launch/node_run.py": (305, "one node's side of a run: joining, leaving, and what the agents share"),
+    "src/rallypoint/core/objects.py": (320, "all machines of a namespace, and the calls that wait on them"),
+    "src/rallypoint/core/machines/barrier.py": (310, "one machine: its commands, its state, and what each does to it"),
+    "src/rallypoint/etcd/local/cluster.py": (310, "one cluster: its file, its members, and every step of up and down"),
+    "src/rallypoint/server/connections/connection.py": (
+        390,
+        "one socket: reading, writing, TLS, and bytes held for it",
+    ),
+    "src/rallypoint/net.py": (410, "resolving, binding and connecting share their rules"),
+    "src/rallypoint/recipes/rendezvous.py": (340, "the whole of the public class: joining, watching, leaving, closing"),
+    "src/rallypoint/filestore/log_file.py": (310, "one file: its locks, its log, and every step of a compaction"),
     "src/rallypoint/store/base.py": (395, "the whole Store interface, with its docstrings"),
 }
 """Modules past SOFT_LINES: how many lines each may have, and why it is not two modules."""
 
 FORBIDDEN_WORDS = words("manager managers helper helpers util utils common misc")
 
+METAPHORS = words(
+    "alarm alarms asker bell bells bereft blob buried bury crew desk doorkeeper doubt doubts ear felt gang gatehouse "
+    "guest guests heart house keeper keepers labour labourer ledger lodge losses mourner programme pulse pulses roster "
+    "slot slots switchboard teller testator twin vigil visitor visitors warden whim whims wire wires"
+)
+"""Words that no name has as a part: nobody in the field would search for them."""
+
+METAPHOR_CLASSES = words(
+    "Board Bell Caller Conversation Face Felt Ground Home Life Link Meeting Space Split Ties Told World"
+)
+"""Words that are ordinary English, but say nothing as the whole name of a class."""
+
+MAY_BE_NAMED: dict[str, str] = {
+    "__slots__": "Python's word",
+    "_doubts doubts _visitor": "sections of the snapshot, which are named so in it",
+    "blob": "PyTorch's word for the state of a rendezvous",
+    "BY_WIRE": "on the wire: the protocol's bytes",
+    "alarm": "etcd's word",
+}
+"""Names with such a word that may stay, and why."""
+
+STORE_INTERNALS = words("_add_dependent _backend _name _prefix _root _same_session_view _timed_out _value _wait_s")
+"""Attributes of a store that only store/ uses; others have `store/internal.py`."""
+
 SLEEPS: dict[tuple[str, str], str] = {
-    ("tests/elastic/test_run_hosts.py", "last"): "how long a cut lasts is what is tested",
+    ("tests/launch/test_run_hosts.py", "last"): "how long a cut lasts is what is tested",
     ("tests/interop/relayed_nodes.py", "cut"): "how long a cut lasts is what is tested",
 }
 """(file, function) of a test that may sleep, and why no event can be waited for."""
@@ -140,12 +180,12 @@ OF_ONE_MACHINE = re.compile(
 )
 
 
-def parsed(text: str, *more: str) -> ast.Module:
+def parsed(text: str, name: str = "<unknown>") -> ast.Module:
     """Parse a module; Python 3.11 may lose count of its depth when a garbage collection runs meanwhile, and says so."""
     try:
-        return ast.parse(text, *more)
+        return ast.parse(text, name)
     except SystemError:
-        return ast.parse(text, *more)
+        return ast.parse(text, name)
 
 
 class File(NamedTuple):
@@ -375,6 +415,20 @@ def functions_stay_small(file: File) -> Findings:
             yield Wrong(file.path, node.lineno, f"{node.name} has {lines} lines, and {FUNCTION_LINES} is the limit")
 
 
+def stores_are_opaque(file: File) -> Findings:
+    """Find uses of a store's private attributes outside store/; an object's own attributes may have the same names."""
+    if file.dotted[1] == "store":
+        return
+    for node in ast.walk(file.tree):
+        name = ""
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) != "self":
+            name = node.attr
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            name = next((str(one.value) for one in node.args[1:2] if isinstance(one, ast.Constant)), "")
+        if isinstance(node, ast.expr) and name in STORE_INTERNALS:
+            yield Wrong(file.path, node.lineno, f"`{name}` of a store is internal: use store/internal.py")
+
+
 def names_say_something(file: File) -> Findings:
     defined = [(1, part) for part in file.path.removesuffix(".py").split("/")]
     defined += [(node.lineno, node.name) for node in ast.walk(file.tree) if isinstance(node, ast.ClassDef)]
@@ -383,6 +437,32 @@ def names_say_something(file: File) -> Findings:
         parts = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)
         if FORBIDDEN_WORDS.intersection(map(str.lower, parts)):
             yield Wrong(file.path, line, f"`{name}`: not Manager, Helper, utils, common or misc, but what it does")
+
+
+def names_are_the_fields(file: File) -> Findings:
+    """Find home-made metaphors in the names that a file defines; names of tests are sentences."""
+    allowed = words(" ".join(MAY_BE_NAMED))
+    for line, name in dict.fromkeys(_defined(file)):
+        parts = {part.lower() for part in re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+", name)}
+        if name not in allowed and (METAPHORS & parts or name in METAPHOR_CLASSES):
+            yield Wrong(
+                file.path, line, f"`{name}` is a metaphor: take the word of the field (docs/design.md, Glossary)"
+            )
+
+
+def _defined(file: File) -> Iterator[tuple[int, str]]:
+    yield from ((1, part) for part in file.path.removesuffix(".py").split("/") if not part.startswith("test_"))
+    for node in ast.walk(file.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and not node.name.startswith(
+            "test_"
+        ):
+            yield node.lineno, node.name
+        elif isinstance(node, ast.arg):
+            yield node.lineno, node.arg
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.id
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            yield node.lineno, node.attr
 
 
 def no_sleeps(file: File) -> Findings:
@@ -403,6 +483,12 @@ def no_skips(file: File) -> Findings:
             yield Wrong(file.path, node.lineno, f"no {name}: mark it needs(part), so that CI can insist on it")
 
 
+def no_select(file: File) -> Findings:
+    for node, name in references(file):
+        if name == "select.select":
+            yield Wrong(file.path, node.lineno, "select fails for descriptors of 1,024 and above: use readiness.py")
+
+
 class Rule(NamedTuple):
     """A rule, and where in the tree it holds."""
 
@@ -418,9 +504,12 @@ RULES = (
     Rule(modules_stay_small, PACKAGE),
     Rule(modules_open_with_words, ""),
     Rule(functions_stay_small, ""),
+    Rule(stores_are_opaque, PACKAGE),
     Rule(names_say_something, ""),
+    Rule(names_are_the_fields, ""),
     Rule(no_sleeps, "tests/"),
     Rule(no_skips, "tests/"),
+    Rule(no_select, ""),
 )
 
 
@@ -511,12 +600,17 @@ BITES: list[tuple[Callable[[File], Findings], str, str, list[int]]] = [
     (imports_go_one_way, f"{PACKAGE}store/__init__.py", "from .base import Store\nfrom ..cli import main", [2]),
     (imports_go_one_way, f"{PACKAGE}__init__.py", "from .compat import x\nfrom .cli import main", [2]),
     (imports_go_one_way, f"{PACKAGE}cli/up.py", "from rallypoint import HashStore, server", []),
+    (names_are_the_fields, NET, "class Keeper:\n    def ring_bell(self, slot): ...", [1, 2, 2]),
+    (names_are_the_fields, NET, "class World: ...\nself._pulse = ear = 1", [1, 2, 2]),
+    (names_are_the_fields, f"{PACKAGE}store/wire.py", "class Early:\n    __slots__ = ()", [1]),
+    (names_are_the_fields, "tests/test_net.py", "def test_who_rings_the_bell(): ...", []),
     (imports_go_one_way, f"{PACKAGE}attic.py", "", [1]),
     (core_is_pure, CORE, "import re, time\nfrom os import path\nimport collections.abc\nimport msgspec", [1, 2]),
     (core_is_pure, CORE, "from rallypoint.errors import StoreFull\nfrom . import records\nfrom ..net import x", [3]),
     (core_is_pure, CORE, "from rallypoint.deadline import Deadline\nprint(open('x'))\nlog.open()", [1, 2, 2]),
     (core_is_pure, NET, "import time\nprint()", []),
     (nothing_pickles, STORE, "import pickle\nfrom pickle import loads\nimport pickleball", [1, 2]),
+    (no_select, STORE, "import select\nselect.select([], [], [])\nselect.poll()", [2]),
     (exports_are_real, STORE, "x = 1", [1]),
     (exports_are_real, STORE, "'''Only words.'''", []),
     (exports_are_real, f"{PACKAGE}store/_wire.py", "x = 1", []),
@@ -529,6 +623,9 @@ BITES: list[tuple[Callable[[File], Findings], str, str, list[int]]] = [
     (modules_stay_small, CORE, "\n" * SOFT_LINES, []),
     (functions_stay_small, TEST, LONG, [1]),
     (functions_stay_small, TEST, LONG.removesuffix("    x = 1\n"), []),
+    (stores_are_opaque, NET, "store._backend\nself._store._name('k')\nself._backend\nself._name('k')", [1, 2]),
+    (stores_are_opaque, NET, "getattr(store, '_backend', store)\ngetattr(store, 'host')", [1]),
+    (stores_are_opaque, STORE, "store._backend", []),
     (names_say_something, f"{PACKAGE}net_utils.py", "class SocketManager: ...\ndef common(): ...", [1, 1, 2]),
     (names_say_something, STORE, "class HTTPHelper: ...\ndef commonly(): ...\nmanager = 1", [1]),
     (no_sleeps, TEST, "import time as t\nt.sleep(1)\nstore.sleep(1)", [2]),
@@ -566,3 +663,12 @@ def test_a_place_of_one_machine_is_seen(text: str) -> None:
 @pytest.mark.parametrize("text", ["src/work/x", "/workers/1", "~/work", "/rooted", "/tmp/x", "prefix/root/key", "pypi"])
 def test_an_ordinary_path_is_not(text: str) -> None:
     assert not OF_ONE_MACHINE.search(text)
+
+
+def test_no_class_name_is_used_twice() -> None:
+    places: dict[str, list[str]] = {}
+    for file in python_files():
+        for node in ast.walk(file.tree):
+            if file.path.startswith(PACKAGE) and isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{file.path}:{node.lineno}")
+    assert not {name: where for name, where in places.items() if len(where) > 1}

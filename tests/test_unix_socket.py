@@ -1,4 +1,4 @@
-"""Unix sockets: a file that a dead process left is replaced, one in use and any other file are left alone."""
+"""Unix sockets: an abandoned socket file is replaced; a socket in use and any other file are left alone."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
 
 from rallypoint import unix_socket
 from rallypoint.deadline import Deadline
@@ -16,7 +16,7 @@ from rallypoint.errors import AddressTaken, ConnectFailed
 
 
 def leave(path: Path) -> None:
-    """Leave a socket's file behind, as a process that is killed does."""
+    """Leave a socket file behind, as a killed process does."""
     with socket.socket(socket.AF_UNIX) as sock:
         sock.bind(str(path))
         sock.listen()
@@ -28,7 +28,7 @@ def meet(listener: socket.socket, path: Path) -> None:
         assert there.recv(5) == b"hello"
 
 
-def test_it_listens_where_nothing_is_and_where_the_dead_were(tmp_path: Path) -> None:
+def test_it_listens_on_new_and_abandoned_paths(tmp_path: Path) -> None:
     path = tmp_path / "s"
     for _ in range(2):
         with unix_socket.listen(str(path)) as listener:
@@ -39,29 +39,29 @@ def test_it_listens_where_nothing_is_and_where_the_dead_were(tmp_path: Path) -> 
         meet(listener, tmp_path / "other")
 
 
-def test_one_in_use_is_an_error_and_stays(tmp_path: Path) -> None:
+def test_a_path_in_use_is_an_error_and_stays(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with unix_socket.listen(str(path)) as listener:
-        with pytest.raises(AddressTaken, match=f"unix://{path}: another process listens there"):
+        with pytest.raises(AddressTaken, match=f"unix://{path}: another process is listening there"):
             unix_socket.listen(str(path))
-        listener.accept()[0].close()  # it was looked at
+        listener.accept()[0].close()  # the probe of the other listen
         meet(listener, path)
 
 
-def test_one_whose_queue_is_full_is_in_use(tmp_path: Path) -> None:
+def test_a_listener_whose_queue_is_full_is_in_use(tmp_path: Path) -> None:
     path = tmp_path / "s"
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as queued:
         listener.bind(str(path))
         listener.listen(0)
         queued.connect(str(path))
-        with pytest.raises(AddressTaken, match="another process listens there"):
+        with pytest.raises(AddressTaken, match="another process is listening there"):
             unix_socket.listen(str(path))
 
 
-def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
+def test_a_file_that_is_no_socket_is_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "s"
     path.write_text("dear data")
-    with pytest.raises(AddressTaken, match="there is a file that is no socket"):
+    with pytest.raises(AddressTaken, match="the file exists and is not a socket"):
         unix_socket.listen(str(path))
     assert path.read_text() == "dear data"
     with pytest.raises(AddressTaken, match="no/where/s: No such file or directory"):
@@ -69,7 +69,7 @@ def test_what_is_no_socket_is_left_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", ["", "a\0b", "/" + "x" * unix_socket.MAX_PATH_BYTES])
-def test_a_path_that_cannot_be_is_refused(path: str) -> None:
+def test_an_invalid_path_is_refused(path: str) -> None:
     with pytest.raises(ValueError, match="Unix socket"):
         unix_socket.checked(path)
 
@@ -81,7 +81,7 @@ def test_a_path_is_made_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert unix_socket.checked(longest) == longest
 
 
-def test_of_many_that_take_the_place_of_the_dead_one_has_it(tmp_path: Path) -> None:
+def test_of_many_that_replace_an_abandoned_socket_one_succeeds(tmp_path: Path) -> None:
     path = tmp_path / "s"
     for _ in range(20):
         leave(path)
@@ -107,12 +107,12 @@ def test_of_many_that_take_the_place_of_the_dead_one_has_it(tmp_path: Path) -> N
         won[0].close()
 
 
-def test_only_the_file_that_is_meant_is_removed(tmp_path: Path) -> None:
+def test_a_successors_file_is_not_removed(tmp_path: Path) -> None:
     path = tmp_path / "s"
     leave(path)
     mine = unix_socket.where(str(path))
     assert mine
-    os.rename(path, tmp_path / "kept")  # so that its number is not given to another
+    os.rename(path, tmp_path / "kept")  # so that its inode is not reused
     leave(path)
     unix_socket.remove(str(path), mine)
     assert path.is_socket()
@@ -122,7 +122,7 @@ def test_only_the_file_that_is_meant_is_removed(tmp_path: Path) -> None:
     assert not path.exists() and unix_socket.where(str(path)) is None
 
 
-def test_nobody_there_is_said(tmp_path: Path) -> None:
+def test_connecting_to_an_abandoned_or_missing_path_names_the_reason(tmp_path: Path) -> None:
     leave(tmp_path / "s")
     for name, why in (("s", "Connection refused"), ("t", "No such file or directory")):
         with pytest.raises(ConnectFailed) as caught:

@@ -23,7 +23,7 @@ def test_a_cancellation_is_not_lost_when_the_work_is_done_at_the_same_moment() -
     asyncio.run(body())
 
 
-def test_what_takes_too_long_is_cancelled() -> None:
+def test_work_that_takes_too_long_is_cancelled() -> None:
     async def body() -> None:
         work = asyncio.get_running_loop().create_future()
         with pytest.raises(asyncio.TimeoutError):

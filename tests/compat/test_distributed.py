@@ -1,8 +1,9 @@
-"""Making a store: free ports, members that meet, and what is said of those who do not come. No torch here."""
+"""create_c10d_store: ports, waiting for all members, errors that name the missing ones. Runs without torch."""
 
 from __future__ import annotations
 
 import ast
+import json
 import os
 import signal
 import socket
@@ -16,6 +17,7 @@ from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from tests.served import server_fixture
 
 import rallypoint
 from rallypoint import compat, net
@@ -48,10 +50,7 @@ except KeyboardInterrupt:
 Start = Callable[..., "subprocess.Popen[str]"]
 
 
-@pytest.fixture
-def server() -> Iterator[rallypoint.Server]:
-    with rallypoint.Server() as server:
-        yield server
+server = server_fixture()
 
 
 @pytest.fixture(autouse=True)
@@ -60,7 +59,7 @@ def _no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def start(server) -> Iterator[Start]:
+def start(server: rallypoint.Server) -> Iterator[Start]:
     """Return a function that starts a member in a process of its own."""
     with ExitStack() as stack:
 
@@ -77,25 +76,26 @@ def start(server) -> Iterator[Start]:
         yield member
 
 
-def said(member: subprocess.Popen[str]) -> Any:
+def outcome_of(member: subprocess.Popen[str]) -> Any:
+    """Wait for the member to exit and return the tuple that it printed."""
     out, _ = member.communicate(timeout=AMPLE_S)
     return ast.literal_eval(out)
 
 
 def until_waiting(server: rallypoint.Server, clients: int) -> None:
-    """Return when so many clients wait for something in the server, as its page says."""
+    """Wait until that many clients wait at the server, by its statistics."""
     deadline = Deadline(AMPLE_S)
     while not deadline.expired():
-        with urlopen(f"http://{HOST}:{server.port}/") as page:
-            if f"<td>waiting</td><td>{clients}</td>" in page.read().decode():
+        with urlopen(f"http://{HOST}:{server.port}/statistics") as page:
+            if json.load(page)["waiting"] == clients:
                 return
-    pytest.fail(f"there are not {clients} clients waiting in the server")
+    pytest.fail(f"never {clients} clients waiting in the server")
 
 
-# Alone
+# One member
 
 
-def test_a_free_port_for_a_server_that_is_alone():
+def test_a_server_without_workers_gets_a_free_port() -> None:
     store = create_c10d_store(is_server=True, server_addr=HOST)
     try:
         assert isinstance(store, TCPStore) and store.port > 0
@@ -107,7 +107,7 @@ def test_a_free_port_for_a_server_that_is_alone():
         store.close()
 
 
-def test_a_free_port_is_refused_where_others_must_know_it():
+def test_port_0_is_refused_when_others_must_know_the_port() -> None:
     with pytest.raises(ValueError, match="2 members must be told"):
         create_c10d_store(True, HOST, world_size=2)
     with pytest.raises(ValueError, match="a client must be told"):
@@ -115,7 +115,7 @@ def test_a_free_port_is_refused_where_others_must_know_it():
 
 
 @pytest.mark.parametrize(("retries", "failures"), [(3, 2), (3, 3), (1, 1), (0, 1)])
-def test_a_free_port_that_is_taken_is_tried_again(monkeypatch, retries, failures):
+def test_a_free_port_taken_meanwhile_is_retried(monkeypatch: pytest.MonkeyPatch, retries: int, failures: int) -> None:
     ports: list[int] = []
 
     def taken_at_first(host: str, port: int, *rest: Any) -> TCPStore:
@@ -134,15 +134,20 @@ def test_a_free_port_that_is_taken_is_tried_again(monkeypatch, retries, failures
         assert ports == [0] * max(1, retries)
 
 
-def test_a_fixed_port_that_is_taken_is_not_tried_again(server, monkeypatch):
+def test_a_taken_fixed_port_is_not_retried(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> None:
     tries: list[int] = []
-    monkeypatch.setattr(distributed, "TCPStore", lambda *arguments: tries.append(1) or TCPStore(*arguments))
+
+    def counted(*arguments: Any) -> TCPStore:
+        tries.append(1)
+        return TCPStore(*arguments)
+
+    monkeypatch.setattr(distributed, "TCPStore", counted)
     with pytest.raises(rallypoint.AddressTaken, match=f"{HOST}:{server.port}"):
         create_c10d_store(True, HOST, server.port)
     assert len(tries) == 1
 
 
-def test_no_server_is_a_time_out_that_says_where():
+def test_a_timeout_without_a_server_names_the_address() -> None:
     with net.bound_socket(HOST) as sock:
         port = sock.getsockname()[1]
     with pytest.raises(rallypoint.ConnectFailed, match=f"{HOST}:{port}") as caught:
@@ -150,30 +155,30 @@ def test_no_server_is_a_time_out_that_says_where():
     assert isinstance(caught.value, TimeoutError) and isinstance(caught.value, compat.DistNetworkError)
 
 
-def test_use_libuv_is_accepted_and_warned_about(server):
+def test_use_libuv_is_accepted_and_warned_about(server: rallypoint.Server) -> None:
     with pytest.warns(UserWarning, match="use_libuv") as caught:
         create_c10d_store(False, HOST, server.port, use_libuv=True)
     assert caught[0].filename == __file__
 
 
-def test_without_waiting_nobody_is_counted(server):
+def test_members_are_not_counted_without_wait_for_workers(server: rallypoint.Server) -> None:
     store = create_c10d_store(False, HOST, server.port, 5, wait_for_workers=False)
     assert store.num_keys() == 0
 
 
-# Together
+# Several members
 
 
-def test_the_last_member_releases_all(server, start):
-    board = rallypoint.TCPStore(HOST, server.port)
+def test_the_last_member_releases_all(server: rallypoint.Server, start: Start) -> None:
+    store = rallypoint.TCPStore(HOST, server.port)
     early = [start(4) for _ in range(3)]
     until_waiting(server, 3)
-    assert not board.check(["after"]), "three of four is not enough"
+    assert not store.check(["after"]), "three of four is not enough"
     late = start(4)
-    assert sorted(said(member) for member in (*early, late)) == [("met", n) for n in range(1, 5)]
+    assert sorted(outcome_of(member) for member in (*early, late)) == [("met", n) for n in range(1, 5)]
 
 
-def test_a_server_waits_for_its_workers():
+def test_a_server_waits_for_its_workers() -> None:
     port = get_free_port()
     opened: list[TCPStore] = []
     opening = threading.Thread(target=lambda: opened.append(create_c10d_store(True, HOST, port, 2, AMPLE_S)))
@@ -186,8 +191,8 @@ def test_a_server_waits_for_its_workers():
     server.close()
 
 
-def test_missing_ranks_are_named_by_everyone_who_waited(server, start):
-    outcomes = [said(member) for member in [start(4, 1, together=3, rank=rank) for rank in (0, 1, 3)]]
+def test_every_waiting_member_names_the_missing_ranks(server: rallypoint.Server, start: Start) -> None:
+    outcomes = [outcome_of(member) for member in [start(4, 1, together=3, rank=rank) for rank in (0, 1, 3)]]
     for name, fields, sentence, _ in outcomes:
         assert name == "WorkersMissing"
         assert (fields["joined"], fields["world_size"], fields["missing"]) == (3, 4, ("rank 2",))
@@ -197,7 +202,7 @@ def test_missing_ranks_are_named_by_everyone_who_waited(server, start):
             assert {here, f"{here} gave up"}.intersection(fields["members"])
 
 
-def test_without_ranks_those_who_came_are_named_and_the_missing_counted(server):
+def test_without_ranks_the_error_names_the_joined_and_counts_the_missing(server: rallypoint.Server) -> None:
     with pytest.raises(rallypoint.WorkersMissing, match="1 of 3 clients joined") as caught:
         create_c10d_store(False, HOST, server.port, 3, 0.1)
     error = caught.value
@@ -205,12 +210,14 @@ def test_without_ranks_those_who_came_are_named_and_the_missing_counted(server):
     assert isinstance(error, TimeoutError) and isinstance(error, compat.DistStoreError)
 
 
-def test_a_server_that_gives_up_frees_its_port(monkeypatch):
+def test_a_server_that_gives_up_frees_its_port(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "0")
     port = get_free_port()
     kept = []  # an error keeps the frames it came from, and with them the store
     for _ in range(2):
-        with pytest.raises(rallypoint.WorkersMissing, match=r"1 of 2 .* missing: rank 1; here: rank 0 \(") as caught:
+        with pytest.raises(
+            rallypoint.WorkersMissing, match=r"1 of 2 .* missing: rank 1; connected: rank 0 \("
+        ) as caught:
             create_c10d_store(True, HOST, port, 2, 0.1)
         kept.append(caught.value)
 
@@ -220,7 +227,7 @@ def test_a_server_that_gives_up_frees_its_port(monkeypatch):
     [
         ("+0 a:1\n+2 b:2\n", 2, (2, ["rank 0 (a:1)", "rank 2 (b:2)"], ["rank 1", "rank 3"])),
         ("+0 a:1\n+ b:2\n", 2, (2, ["rank 0 (a:1)", "b:2"], [])),
-        ("+0 a:1\n", 3, (3, ["rank 0 (a:1)", "2 that did not say who, as PyTorch's do not"], [])),
+        ("+0 a:1\n", 3, (3, ["rank 0 (a:1)", "2 unidentified (PyTorch's processes do not identify themselves)"], [])),
         ("+0 a:1\n+1 b:2\n-0 a:1\n", 1, (2, ["rank 0 (a:1) gave up", "rank 1 (b:2)"], ["rank 2", "rank 3"])),
         ("+0 a:1\n-0 a:1\n+0 a:1\n", 1, (1, ["rank 0 (a:1)"], ["rank 1", "rank 2", "rank 3"])),
         ("+0 a:1\n+0 a:2\n", 2, (2, ["rank 0 (a:1)", "rank 0 (a:2)"], [])),
@@ -229,12 +236,14 @@ def test_a_server_that_gives_up_frees_its_port(monkeypatch):
         ("rubbish\n+1 a:1\n\ufffd", 1, (1, ["rank 1 (a:1)"], ["rank 0", "rank 2", "rank 3"])),
     ],
 )
-def test_the_roll_call_names_nobody_it_does_not_know(who, count, expected):
+def test_roll_call_names_only_members_it_knows(
+    who: str, count: int, expected: tuple[int, list[str], list[str]]
+) -> None:
     assert distributed._roll_call(who, count, 4) == expected
 
 
-def test_a_number_completed_at_the_last_moment_is_complete(server, monkeypatch):
-    """The wait times out, and before the member has taken its count back the last one comes."""
+def test_the_last_member_may_join_during_a_timeout(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last member joins after a wait has timed out, before the waiter has withdrawn its count."""
     last = rallypoint.TCPStore(HOST, server.port)
 
     def too_late(store: TCPStore, *_: Any) -> None:
@@ -246,31 +255,31 @@ def test_a_number_completed_at_the_last_moment_is_complete(server, monkeypatch):
     assert last.check(["_tcp_store/num_members/last_member"]), "so that nobody else times out either"
 
 
-def test_who_gave_up_does_not_count_for_the_next_attempt(server):
+def test_a_member_that_gave_up_is_not_counted_in_the_next_attempt(server: rallypoint.Server) -> None:
     for _ in range(3):
         with pytest.raises(rallypoint.WorkersMissing, match="1 of 2"):
             create_c10d_store(False, HOST, server.port, 2, 0.05)
     assert rallypoint.TCPStore(HOST, server.port).get(COUNT) == b"0"
 
 
-def test_ctrl_c_takes_a_member_back(server, start):
-    board = rallypoint.TCPStore(HOST, server.port)
+def test_ctrl_c_withdraws_a_member(server: rallypoint.Server, start: Start) -> None:
+    store = rallypoint.TCPStore(HOST, server.port)
     member = start(2)
     until_waiting(server, 1)
     member.send_signal(signal.SIGINT)
-    assert said(member) == ("interrupted",)
-    assert board.get(COUNT) == b"0"
+    assert outcome_of(member) == ("interrupted",)
+    assert store.get(COUNT) == b"0"
 
 
 # Ports, names
 
 
-def test_a_free_port_can_be_bound():
+def test_a_free_port_can_be_bound() -> None:
     with socket.create_server(("localhost", get_free_port())):
         pass
 
 
-def test_a_socket_with_a_port_listens_and_can_be_handed_over():
+def test_a_listening_socket_can_be_passed_to_a_store() -> None:
     sock = get_socket_with_port()
     host, port = sock.getsockname()[:2]
     with socket.create_connection((host, port), AMPLE_S):
@@ -280,7 +289,7 @@ def test_a_socket_with_a_port_listens_and_can_be_handed_over():
         assert rallypoint.TCPStore(host, port).get("k") == b"v"
 
 
-def test_torchs_error_names_catch_ours():
+def test_torchs_error_names_catch_ours() -> None:
     assert issubclass(compat.DistError, RuntimeError)
     for name in rallypoint.__all__:
         kind = getattr(rallypoint, name)
@@ -294,7 +303,7 @@ def test_torchs_error_names_catch_ours():
     )
 
 
-def test_no_torch_is_imported():
+def test_no_torch_is_imported() -> None:
     look = "import sys, rallypoint.compat.distributed; print('torch' in sys.modules, 'asyncio' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=AMPLE_S)
     assert run.stdout == "False False\n", run.stderr

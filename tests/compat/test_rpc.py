@@ -1,4 +1,4 @@
-"""The critical section in which an RPC group changes, and what an agent knows afterwards."""
+"""The lock around changes of an RPC group, and the peers that an agent knows afterwards."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_signatures_are_torchs() -> None:
 
 
 @pytest.mark.parametrize("hosted", [False, True])
-def test_one_at_a_time_and_released_on_any_exit(hosted: bool) -> None:
+def test_the_token_is_exclusive_and_released_on_any_exit(hosted: bool) -> None:
     with rallypoint.Server() as server:
         store = rallypoint.connect(server.url) if hosted else rallypoint.HashStore()
         inside: list[str] = []
@@ -65,7 +65,7 @@ def test_one_at_a_time_and_released_on_any_exit(hosted: bool) -> None:
                 future.result(AMPLE_S)
 
 
-def test_who_waits_hears_who_has_the_token() -> None:
+def test_a_timeout_names_the_holder_of_the_token() -> None:
     store = rallypoint.HashStore()
     with group_membership(store, "ann", is_join=True):
         other = store.clone()
@@ -74,7 +74,7 @@ def test_who_waits_hears_who_has_the_token() -> None:
             pytest.raises(rallypoint.MembersMissing, match="held by ann, which joins"),
             group_membership(other, "bob", is_join=True),
         ):
-            raise AssertionError("two have the token")
+            raise AssertionError("two members hold the token")
 
 
 def test_a_killed_holder_blocks_nobody() -> None:
@@ -94,12 +94,12 @@ with group_membership(rallypoint.connect(sys.argv[1]), "ann", True):
                 pass
 
 
-def test_the_agent_knows_who_came_and_went(agent: Agent) -> None:
+def test_the_agent_tracks_joined_and_left_peers(agent: Agent) -> None:
     update_group_membership(WorkerInfo("bob", 1), ["cuda:3"], {"cuda:0": "cuda:3"}, True)
     assert agent.peers == {"bob": Peer(WorkerInfo("bob", 1), ("cuda:3",), {"cuda:0": "cuda:3"})}
     update_group_membership(WorkerInfo("bob", 2), [], {}, True)
     update_group_membership(WorkerInfo("bob", 1), [], {}, False)
-    assert agent.peers["bob"].info.id == 2, "one that has come back is not taken out by its own leaving before"
+    assert agent.peers["bob"].info.id == 2, "a leave of the old id does not remove the peer that has rejoined"
     update_group_membership(WorkerInfo("bob", 2), [], {}, False)
     assert agent.peers == {}
 
@@ -112,14 +112,14 @@ def test_the_agent_knows_who_came_and_went(agent: Agent) -> None:
         ({"cuda:0": "cuda:3", "cuda:1": "cuda:3"}, "cuda:3"),
     ],
 )
-def test_a_map_that_cannot_be_changes_nothing(agent: Agent, back: dict[str, str], device: str) -> None:
+def test_an_invalid_device_map_changes_nothing(agent: Agent, back: dict[str, str], device: str) -> None:
     with pytest.raises(rallypoint.BadDeviceMap) as caught:
         update_group_membership(WorkerInfo("bob", 1), ["cuda:3"], back, True)
     assert (caught.value.member, caught.value.device) == ("bob", device)
     assert agent.peers == {}
 
 
-def test_an_agent_follows_a_group(agent: Agent) -> None:
+def test_an_agent_follows_the_view_of_a_group(agent: Agent) -> None:
     store = rallypoint.HashStore()
     ann = rallypoint.Group(store, "rpc").join("ann", devices=agent.devices)
     bob = rallypoint.Group(store.clone(), "rpc").join(
@@ -132,6 +132,6 @@ def test_an_agent_follows_a_group(agent: Agent) -> None:
     assert agent.peers == {}
 
 
-def test_without_an_agent_there_is_nobody_to_tell() -> None:
+def test_updating_without_a_current_agent_is_refused() -> None:
     with pytest.raises(RuntimeError, match="set_current_agent"):
         update_group_membership(WorkerInfo("bob", 1), [], {}, True)

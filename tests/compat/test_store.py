@@ -1,4 +1,4 @@
-"""Meeting on a store, ours or PyTorch's, also with callers of PyTorch's functions; what is said of the missing."""
+"""synchronize, get_all and barrier on our stores and PyTorch's, also mixed with callers of PyTorch's functions."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ from rallypoint.errors import NetworkError, StoreTimeout
 
 AMPLE_S = 60.0
 BRIEF_S = 0.3
-WHILE_S = 1.0
-"""Long enough for threads to start in."""
+START_S = 1.0
+"""Timeout of callers that start together: long enough for all threads to arrive."""
 ONLY_OURS = ["hash", "file", "tcp", "prefix"]
 THEIRS = [
     pytest.param(kind, marks=pytest.mark.needs("torch"))
@@ -61,7 +61,7 @@ def torch_opener(kind: str, path: Path, stack: ExitStack) -> Opener:
         return lambda: dist.TCPStore("127.0.0.1", port, wait_for_workers=False)
     if kind == "torch-tcp":
         host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        stack.callback(lambda: host)  # it serves as long as it is there
+        stack.callback(lambda: host)  # it serves as long as it is referenced
         return lambda: dist.TCPStore("127.0.0.1", host.port, wait_for_workers=False)
     store = dist.HashStore()
     return lambda: dist.PrefixStore("job", store) if kind == "torch-prefix" else store
@@ -83,7 +83,7 @@ on_hash = pytest.mark.parametrize("open_store", ["hash", THEIRS[0]], indirect=Tr
 
 
 def together(calls: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
-    """Make all the calls at once, in threads; return what each returned or raised."""
+    """Make all calls at once, in threads; return each result or error."""
     outcomes: dict[Any, Any] = {}
 
     def run(name: Any, call: Callable[[], Any]) -> None:
@@ -102,12 +102,12 @@ def together(calls: dict[Any, Callable[[], Any]]) -> dict[Any, Any]:
 
 
 def each(ranks: Iterable[int], call: Callable[[int], Any]) -> dict[int, Any]:
-    """Make the call of every rank at once."""
+    """Make the call at once for every rank."""
     return together({rank: functools.partial(call, rank) for rank in ranks})
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Wait for what PyTorch's stores do not wake anybody for."""
+    """Poll until the condition holds: PyTorch's stores notify nobody of it."""
     deadline, pause = Deadline(AMPLE_S), threading.Event()
     while not true():
         assert not deadline.expired()
@@ -125,11 +125,11 @@ def keys(store: Any) -> list[str]:
     return sorted(key for key in store.list_keys() if key != "efcount/")
 
 
-# Everybody comes
+# All ranks arrive
 
 
 @on
-def test_synchronize_gives_everybody_everything(open_store: Opener) -> None:
+def test_synchronize_returns_all_values_to_every_rank(open_store: Opener) -> None:
     stores = [open_store() for _ in range(4)]
     given = [b"0", b"\0\xff", b"2", b"three" * 1000]
     got = each(range(4), lambda r: ours.synchronize(stores[r], given[r], r, 4, "data", AMPLE_S))
@@ -144,7 +144,8 @@ def test_synchronize_gives_everybody_everything(open_store: Opener) -> None:
 @on
 def test_rank_0_returns_last(open_store: Opener) -> None:
     host, other = open_store(), open_store()
-    host.multi_set(["v0", "v1"], ["a", "b"]) if host.has_extended_api() else [host.set("v0", "a"), host.set("v1", "b")]
+    host.set("v0", "a")
+    host.set("v1", "b")
     got: list[Any] = []
     thread = threading.Thread(target=lambda: got.append(ours.get_all(host, 0, "v", 2)), daemon=True)
     thread.start()
@@ -156,7 +157,7 @@ def test_rank_0_returns_last(open_store: Opener) -> None:
 
 
 @on
-def test_a_barrier_opens_when_all_have_come(open_store: Opener) -> None:
+def test_a_barrier_opens_when_all_have_arrived(open_store: Opener) -> None:
     stores = [open_store() for _ in range(3)]
     waiting = threading.Thread(target=ours.barrier, args=(stores[0], 3, "b", AMPLE_S, 0), daemon=True)
     waiting.start()
@@ -169,45 +170,40 @@ def test_a_barrier_opens_when_all_have_come(open_store: Opener) -> None:
     assert together(calls) == {1: None, 2: None}
     waiting.join(AMPLE_S)
     assert not waiting.is_alive()
-    ours.barrier(stores[0], 3, "b", 0)  # a late comer finds it open
+    ours.barrier(stores[0], 3, "b", 0)  # a later caller finds it open
 
 
-# Somebody does not
+# Some rank is missing
 
 
 @on
-def test_every_caller_names_all_that_are_missing(open_store: Opener) -> None:
+def test_every_caller_names_all_missing_ranks(open_store: Opener) -> None:
     here, size = (0, 3, 4), 24
     stores = {rank: open_store() for rank in here}
     before = {rank: store.timeout for rank, store in stores.items()}
-    errors = together(
-        {
-            rank: lambda rank=rank: ours.barrier(stores[rank], size, "b", WHILE_S, rank, lambda r: f"node{r:02}")
-            for rank in here
-        }
-    )
+    errors = each(here, lambda rank: ours.barrier(stores[rank], size, "b", START_S, rank, lambda r: f"node{r:02}"))
     absent = tuple(rank for rank in range(size) if rank not in here)
     names = [f"node{rank:02}" for rank in absent]
     assert len(names) > 16, "PyTorch stops at 16"
     for rank, error in errors.items():
         assert isinstance(error, ours.BarrierTimeout)
-        assert (error.rank, error.key_prefix, error.world_size, error.timeout_s) == (rank, "b", size, WHILE_S)
+        assert (error.rank, error.key_prefix, error.world_size, error.timeout_s) == (rank, "b", size, START_S)
         assert error.missing_ranks == absent and error.missing == tuple(names)
         assert str(error) == (
             f"Timed out waiting on barrier on rank {rank}, for key prefix: b "
-            f"(world_size={size}, missing_ranks=[{', '.join(names)}], timeout={WHILE_S})"
+            f"(world_size={size}, missing_ranks=[{', '.join(names)}], timeout={START_S})"
         )
     assert {rank: store.timeout for rank, store in stores.items()} == before
 
 
 @on_hash
-def test_rank_0_may_be_the_missing_one(open_store: Opener) -> None:
+def test_a_missing_rank_0_is_named(open_store: Opener) -> None:
     store = open_store()
     assert missed(lambda: ours.barrier(store, 2, "b", BRIEF_S, rank=1)).missing == ("0",)
 
 
 @on
-def test_without_a_rank_the_number_is_known(open_store: Opener) -> None:
+def test_without_a_rank_the_error_counts_the_arrived(open_store: Opener) -> None:
     store = open_store()
     error = missed(lambda: ours.barrier(store, 2, "b", BRIEF_S))
     assert str(error) == "Timed out waiting on barrier, for key prefix: b (world_size=2, arrived=1, timeout=0.3)"
@@ -215,7 +211,7 @@ def test_without_a_rank_the_number_is_known(open_store: Opener) -> None:
 
 
 @on
-def test_the_error_is_caught_as_the_store_s_own(open_store: Opener) -> None:
+def test_barrier_timeout_is_caught_as_the_store_s_own_error(open_store: Opener) -> None:
     store = open_store()
     with pytest.raises(RuntimeError) as own:
         store.wait(["nothing"], timedelta(seconds=0.01))
@@ -227,7 +223,7 @@ def test_the_error_is_caught_as_the_store_s_own(open_store: Opener) -> None:
 
 
 @on
-def test_synchronize_raises_what_the_store_does(open_store: Opener) -> None:
+def test_synchronize_raises_the_store_s_own_timeout(open_store: Opener) -> None:
     store = open_store()
     before = store.timeout
     with pytest.raises(RuntimeError) as own:
@@ -237,26 +233,26 @@ def test_synchronize_raises_what_the_store_does(open_store: Opener) -> None:
     assert type(caught.value) is type(own.value)
     assert store.timeout == before
     store.set("s1", "y")
-    with pytest.raises(RuntimeError) as caught:  # all is there, but rank 1 has not read it
+    with pytest.raises(RuntimeError) as caught:  # all values are there, but rank 1 has not read them
         ours.synchronize(store, b"x", 0, 2, "s", BRIEF_S)
     assert type(caught.value) is type(own.value)
     stores = [open_store(), open_store()]
     got = each(range(2), lambda r: ours.synchronize(stores[r], b"xy"[r : r + 1], r, 2, "s", AMPLE_S))
-    assert got == {0: [b"x", b"y"], 1: [b"x", b"y"]}, "it may come again with the same"
+    assert got == {0: [b"x", b"y"], 1: [b"x", b"y"]}, "a rank may repeat the call with the same value"
 
 
-def test_a_time_out_of_synchronize_names_the_keys() -> None:
+def test_a_timeout_of_synchronize_names_the_missing_keys() -> None:
     with pytest.raises(StoreTimeout) as caught:
         ours.synchronize(rallypoint.HashStore(), b"x", 0, 3, "s", 0.01)
     assert caught.value.missing == ("s1", "s2")
 
 
 @on
-def test_one_that_gave_up_is_not_counted_and_may_come_again(open_store: Opener) -> None:
+def test_a_rank_that_gave_up_is_not_counted_and_may_retry(open_store: Opener) -> None:
     store = open_store()
     assert missed(lambda: ours.barrier(store, 2, "b", BRIEF_S, rank=0)).missing == ("1",)
     error = missed(lambda: ours.barrier(store, 2, "b", BRIEF_S, rank=1))
-    assert error.missing == ("0",), "it came, and gave up before"
+    assert error.missing == ("0",), "rank 0 has given up"
     stores = [open_store(), open_store()]
     assert each(range(2), lambda r: ours.barrier(stores[r], 2, "b", AMPLE_S, r)) == {
         0: None,
@@ -265,14 +261,14 @@ def test_one_that_gave_up_is_not_counted_and_may_come_again(open_store: Opener) 
 
 
 @on_hash
-def test_zero_seconds_is_only_if_it_is_true_now(open_store: Opener) -> None:
+def test_a_timeout_of_zero_passes_only_an_open_barrier(open_store: Opener) -> None:
     store = open_store()
     assert missed(lambda: ours.barrier(store, 2, "b", 0, rank=0, trace_timeout=0)).missing == ("1",)
     ours.barrier(store, 1, "alone", 0)
 
 
 @on_hash
-def test_a_decoder_that_fails_hides_nothing(open_store: Opener) -> None:
+def test_a_failing_decoder_still_names_the_rank(open_store: Opener) -> None:
     store = open_store()
     error = missed(lambda: ours.barrier(store, 3, "b", 0.01, 0, {1: "alice"}.__getitem__))
     assert error.missing == ("alice", "2 (the decoder raised KeyError)")
@@ -281,7 +277,7 @@ def test_a_decoder_that_fails_hides_nothing(open_store: Opener) -> None:
     assert not store.check(["b2/TRACE"])
 
 
-def test_a_lost_server_is_no_time_out() -> None:
+def test_a_lost_server_is_not_a_barrier_timeout() -> None:
     with rallypoint.Server(grace=0.1) as server, rallypoint.connect(server.url) as one:
         outcome: dict[str, Any] = {}
 
@@ -295,7 +291,7 @@ def test_a_lost_server_is_no_time_out() -> None:
         assert not isinstance(outcome["waiter"], ours.BarrierTimeout)
 
 
-def test_an_interrupted_caller_is_taken_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_caller_is_withdrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     store = rallypoint.HashStore()
 
     def interrupt(*_: object) -> None:
@@ -309,7 +305,7 @@ def test_an_interrupted_caller_is_taken_back(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @on
-def test_store_timeout_puts_the_old_one_back(open_store: Opener) -> None:
+def test_store_timeout_restores_the_timeout(open_store: Opener) -> None:
     store = open_store()
     before = store.timeout
     with ours.store_timeout(store, 7):
@@ -324,7 +320,7 @@ def test_store_timeout_puts_the_old_one_back(open_store: Opener) -> None:
 
 
 @pytest.mark.needs("torch")
-def test_the_signatures_are_pytorch_s() -> None:
+def test_signatures_equal_pytorch_s() -> None:
     from torch.distributed.elastic.utils import store as theirs
 
     for name in theirs.__all__:
@@ -336,7 +332,7 @@ def test_the_signatures_are_pytorch_s() -> None:
 
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 @pytest.mark.parametrize("open_store", THEIRS, indirect=True)
-def test_callers_of_both_meet(open_store: Opener, first: str) -> None:
+def test_our_callers_and_pytorch_s_meet(open_store: Opener, first: str) -> None:
     from torch.distributed.elastic.utils import store as theirs
 
     of = [ours, theirs, theirs, ours] if first == "ours" else [theirs, theirs, ours, ours]
@@ -350,7 +346,7 @@ def test_callers_of_both_meet(open_store: Opener, first: str) -> None:
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("first", ["ours", "theirs"])
 @pytest.mark.parametrize("open_store", ["torch-hash", "torch-tcp"], indirect=True)
-def test_callers_of_both_name_the_same_missing(open_store: Opener, first: str) -> None:
+def test_our_callers_and_pytorch_s_name_the_same_missing_ranks(open_store: Opener, first: str) -> None:
     from torch.distributed.elastic.utils import store as theirs
 
     of = [ours, theirs, ours, theirs] if first == "ours" else [theirs, ours, theirs, ours]
@@ -363,7 +359,7 @@ def test_callers_of_both_name_the_same_missing(open_store: Opener, first: str) -
 
 
 def scene(module: Any, open_store: Opener) -> tuple[dict[str, Any], dict[int, Any]]:
-    """Meet, and wait for one who does not come; return what is to be seen, and the errors."""
+    """Synchronize and pass a barrier, then time out at a barrier with a missing rank; return results and errors."""
     stores = [open_store() for _ in range(3)]
     values = each(range(3), lambda r: module.synchronize(stores[r], b"v%d" % r, r, 3, "s", AMPLE_S))
     passed = each(range(3), lambda r: module.barrier(stores[r], 3, "b", AMPLE_S))
@@ -374,14 +370,14 @@ def scene(module: Any, open_store: Opener) -> tuple[dict[str, Any], dict[int, An
 
 @pytest.mark.needs("torch")
 @pytest.mark.parametrize("kind", ["torch-hash", "torch-tcp", "torch-file"])
-def test_the_same_scene_with_their_functions_and_ours(kind: str, tmp_path: Path, stack: ExitStack) -> None:
+def test_our_functions_have_the_same_results_and_keys_as_pytorch_s(kind: str, tmp_path: Path, stack: ExitStack) -> None:
     import torch.distributed as dist
     from torch.distributed.elastic.utils import store as theirs
 
     (tmp_path / "theirs").mkdir()
     seen, late = scene(theirs, opener(kind, tmp_path / "theirs", stack))
     our_seen, our_late = scene(ours, opener(kind, tmp_path, stack))
-    if kind == "torch-file":  # where PyTorch's looks for no names
+    if kind == "torch-file":  # where PyTorch's function names no ranks
         assert {type(error) for error in late.values()} == {RuntimeError}
         assert set(our_seen.pop("keys")) - set(seen.pop("keys")) == {"late/TRACING_GATE", "late0/TRACE", "late1/TRACE"}
     else:
@@ -391,7 +387,7 @@ def test_the_same_scene_with_their_functions_and_ours(kind: str, tmp_path: Path,
     assert our_seen == seen
 
 
-# In processes, where rank 0 hosts the store and exits when it has failed
+# In processes: rank 0 hosts the store and exits after its timeout
 
 MEMBER = """
 import sys
@@ -427,8 +423,8 @@ def test_the_host_of_the_store_leaves_last(kind: str) -> None:
     ]
     try:
         for rank, member in enumerate(members):
-            out, complaint = member.communicate(timeout=AMPLE_S)
-            assert member.returncode == 0, complaint
+            out, errors = member.communicate(timeout=AMPLE_S)
+            assert member.returncode == 0, errors
             assert out.splitlines() == ["[b'v0', b'v1', b'v2']", f"{rank} (3,) ('host3',)"]
     finally:
         for member in members:
@@ -437,9 +433,9 @@ def test_the_host_of_the_store_leaves_last(kind: str) -> None:
                 member.communicate()
 
 
-def test_rank_0_does_not_wait_for_the_dead_for_long() -> None:
+def test_rank_0_waits_only_trace_timeout_for_a_dead_rank() -> None:
     store = rallypoint.HashStore()
-    store.set("b1/TRACE", "here")  # came, was counted, and was killed
+    store.set("b1/TRACE", "here")  # arrived, was counted, and was killed
     store.add("b/num_members", 1)
     began_at = time.monotonic()
     assert missed(lambda: ours.barrier(store, 3, "b", 0.01, rank=0, trace_timeout=0.2)).missing == ("2",)

@@ -1,4 +1,4 @@
-"""Calls that wait, made in threads and processes of their own, and what a test needs to know about them."""
+"""Blocking calls in threads and child processes, and ways to see that one is blocked or over."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from types import FrameType
 from typing import Any
 
 LONG_ENOUGH_S = 100.0
-"""A deadline for what must happen: reached only when the test fails."""
+"""A deadline for events that must happen: reached only if the test fails."""
 
 
 class Call:
-    """A call that runs in a thread; its `result` is what it returned, or raises what it raised."""
+    """A call in a thread; `result` returns or raises what the call did."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._future: Future[Any] = Future()
@@ -40,7 +40,7 @@ class Call:
         return self._future.exception(LONG_ENOUGH_S)
 
     def blocked(self, inside: str = "/rallypoint/store/") -> Call:
-        """Return once the call seems to wait, or is over. The test must hold even where it does not wait yet."""
+        """Return once the call appears to block, or is over. The test must hold even if it does not block yet."""
         seen: list[tuple[FrameType, int] | None] = [None]
         while self._thread.is_alive():
             frame = sys._current_frames().get(self._thread.ident or 0)
@@ -49,6 +49,17 @@ class Call:
                 break
             self._thread.join(0.001)
         return self
+
+
+def blocking_calls(store: Any, watch: Any) -> list[Callable[[], Any]]:
+    """Return one call of each kind that blocks: on a store without the key "key", and on a watch of it."""
+    return [
+        lambda: store.get("key"),
+        lambda: store.wait(["key"]),
+        lambda: store.queue_pop("queue"),
+        lambda: store.barrier("gate", 99),
+        watch.next,
+    ]
 
 
 def _within(frame: FrameType | None, path: str) -> bool:
@@ -62,7 +73,7 @@ def results(calls: Sequence[Call]) -> list[Any]:
 
 
 def together(count: int, function: Callable[[int], Any]) -> list[Any]:
-    """Run a function in so many threads, which all start at the same moment, and return what they returned."""
+    """Run the function in `count` threads that start at the same moment; return all results."""
     start = threading.Barrier(count)
 
     def run(number: int) -> Any:
@@ -73,7 +84,7 @@ def together(count: int, function: Callable[[int], Any]) -> list[Any]:
 
 
 class Child:
-    """A process that does one task of child.py."""
+    """A process that runs one task of child.py."""
 
     def __init__(self, url: str, task: str, *arguments: object) -> None:
         script = str(Path(__file__).with_name("child.py"))
@@ -84,28 +95,28 @@ class Child:
             text=True,
         )
 
-    def heard(self) -> Any:
-        """Return the next thing it says."""
+    def next_result(self) -> Any:
+        """Wait for the next result that the process reports."""
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
-        assert line, f"it ended: {self.process.communicate()[1]}"
+        assert line, f"the process ended: {self.process.communicate()[1]}"
         return json.loads(line)
 
     def asleep(self) -> None:
-        """Return once the process sleeps, which it does when it waits; the test must hold even if it does not yet."""
+        """Return once the process sleeps, as it does in a blocking call; the test must hold even if it does not yet."""
         status = Path(f"/proc/{self.process.pid}/stat")
         while self.process.poll() is None and status.read_text().rpartition(")")[2].split()[0] != "S":
             pass
 
     def ended(self, code: int = 0) -> str:
-        """Wait for its end, which must be with this code, and return what it said on standard error."""
+        """Wait for the process to exit with this code; return its standard error."""
         _, stderr = self.process.communicate(timeout=LONG_ENOUGH_S)
         assert self.process.returncode == code, stderr
         return stderr
 
 
 def until(true: Callable[[], bool]) -> None:
-    """Look until it is so: others hear of somebody's end when they hear of it."""
+    """Poll until the condition holds: there is no event for the end of another session."""
     give_up_at = time.monotonic() + LONG_ENOUGH_S
     while not true():
-        assert time.monotonic() < give_up_at, "it never came true"
+        assert time.monotonic() < give_up_at, "the condition never held"

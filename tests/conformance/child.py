@@ -1,6 +1,6 @@
-"""What the processes of test_concurrency.py do: `python child.py URL TASK ARGUMENTS…`, one line of JSON per result.
+"""A child process of test_concurrency.py: `python child.py URL TASK ARGUMENTS…` prints one line of JSON per result.
 
-It is run as a script of its own, so nothing but the store is shared with the test.
+It shares nothing but the store with the test.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from rallypoint import HashStore, Store, connect
 
 
-def say(what: Any) -> None:
-    print(json.dumps(what), flush=True)
+def report(result: Any) -> None:
+    print(json.dumps(result), flush=True)
 
 
 def add(store: Store, key: str, times: str) -> None:
-    say([store.add(key, 1) for _ in range(int(times))])
+    report([store.add(key, 1) for _ in range(int(times))])
 
 
 def append(store: Store, key: str, name: str, times: str) -> None:
@@ -34,11 +34,11 @@ def push(store: Store, queue: str, name: str, times: str) -> None:
 
 
 def pop(store: Store, queue: str) -> None:
-    """Pop until told to stop."""
+    """Pop until the item is "stop"."""
     items = []
     while (item := store.queue_pop(queue).decode()) != "stop":
         items.append(item)
-    say(items)
+    report(items)
 
 
 def locked(store: Store, name: str, times: str) -> None:
@@ -51,18 +51,18 @@ def locked(store: Store, name: str, times: str) -> None:
 
 
 def get(store: Store, key: str) -> None:
-    say("waiting")
-    say(store.get(key).decode())
+    report("waiting")
+    report(store.get(key).decode())
 
 
 def meet(store: Store, key: str, size: str) -> None:
     store.barrier(key, int(size))
-    say("through")
+    report("through")
 
 
 def lease(store: Store, key: str) -> None:
     store.lease(key, str(os.getpid()))
-    say("leased")
+    report("leased")
     store.get("never")
 
 
@@ -77,15 +77,15 @@ WAITS: dict[str, Callable[[Store], Any]] = {
 
 
 def interrupted(store: Store, operation: str) -> None:
-    """Wait until Ctrl-C, show that the store still works here, and end as Ctrl-C makes a program end."""
+    """Wait until Ctrl-C, use the store once more, and let KeyboardInterrupt end the process."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        say("waiting")
+        report("waiting")
         WAITS[operation](store)
     except KeyboardInterrupt:
         store.set("after Ctrl-C", operation)
         left = store.statistics().waiters if isinstance(store, HashStore) else 0
-        say([store.get("after Ctrl-C").decode(), left])
+        report([store.get("after Ctrl-C").decode(), left])
         raise
 
 

@@ -1,4 +1,4 @@
-"""Fixtures of the suite: a kind of store, a place where one is, and a handle on it."""
+"""Fixtures of the suite: a kind of store, the place of a new one, and a handle on it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from .kinds import KINDS, Kind, Place
 
 @pytest.fixture(params=KINDS, ids=str)
 def kind(request: pytest.FixtureRequest) -> Kind:
-    return request.param
+    kind: Kind = request.param
+    return kind
 
 
 @pytest.fixture
@@ -30,7 +31,7 @@ def store(place: Place) -> Iterator[Store]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark what runs on a kind of store that needs an outside part."""
+    """Mark the tests on a kind of store that needs an outside part."""
     for item in items:
         callspec = getattr(item, "callspec", None)
         for value in callspec.params.values() if callspec else ():

@@ -1,10 +1,10 @@
-"""Where PyTorch's stores differ among themselves or from ours: one row each, with a probe that shows it.
+"""Differences among PyTorch's stores, and between them and ours: one row each, with a probe that shows it.
 
-A probe is run on PyTorch's stores and on ours, and what comes of it must be what the row says. The rows are also the
-text of docs/differences.md (`page`), so the page cannot say anything that is not so.
+A probe runs on PyTorch's stores and on ours, and its outcome must be the row's. docs/differences.md is generated from
+the rows (`page`), so the page says only what is tested.
 
-`Row` probes are calls on a store. `WireRow` probes speak PyTorch's protocol by hand, to PyTorch's server and to ours: a
-ping is answered in its order, so what a connection was told before the answer is known without a clock.
+`Row` probes are calls on a store. `SocketRow` probes speak PyTorch's protocol over bare sockets, to PyTorch's server
+and ours. Servers answer a ping in order, so the bytes before its answer are all that was sent: no clock is needed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from rallypoint import QueueEmpty, StoreTimeout
 from .calls import LONG_ENOUGH_S
 
 BRIEF = timedelta(milliseconds=5)
-"""A timeout for what must time out."""
-FOREVER = "waits for ever"
-CHANCE = "by chance: answers, or time-out"
+"""The timeout of a call that must time out."""
+FOREVER = "waits forever"
+CHANCE = "race: returns, or time-out"
 NO_QUEUES = "NotImplementedError"
 
 
 def outcome(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
-    """Make a call and say in words what came of it, in the same words for PyTorch's errors and for ours."""
+    """Make a call and describe its outcome, in the same words for PyTorch's errors and ours."""
     try:
         return repr(call(*arguments, **options))
     except Exception as error:
@@ -45,7 +45,7 @@ def outcome(call: Callable[..., Any], *arguments: Any, **options: Any) -> str:
 
 @dataclass(frozen=True)
 class Row:
-    """A call on a store: what comes of it in PyTorch's three stores and in ours, and why ours does so."""
+    """A call on a store: its outcome in PyTorch's three stores and in ours, and the reason for ours."""
 
     name: str
     what: str
@@ -55,6 +55,11 @@ class Row:
     file: str
     ours: str
     why: str
+
+
+def alike(theirs: str) -> dict[str, str]:
+    """Return the outcome of all three of PyTorch's stores, for a row."""
+    return {"tcp": theirs, "hash": theirs, "file": theirs}
 
 
 def after(call: Callable[[Any], Any], then: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -89,7 +94,7 @@ def shared_timeout(store: Any) -> bool:
 
 
 def prefixed(store: Any, prefix: str = "p") -> Any:
-    """Return a prefix of a store, of the same house."""
+    """Return a PrefixStore over the store: ours over ours, PyTorch's over PyTorch's."""
     if type(store).__module__.startswith("rallypoint"):
         from rallypoint import PrefixStore
 
@@ -102,23 +107,23 @@ def prefixed(store: Any, prefix: str = "p") -> Any:
 ROWS = [
     Row(
         "get-queue",
-        "`get` or `multi_get` of a name that only a queue has",
+        "`get` or `multi_get` of a name used only by a queue",
         briefly(after(lambda s: s.queue_push("q", "item"), lambda s: s.get("q"))),
         tcp="b''",
         hash="time-out",
         file=NO_QUEUES,
         ours="time-out",
-        why="A value that nobody wrote is worse than a wait. `check` and `wait` accept the queue, as PyTorch's do.",
+        why="A wait is better than a value that was never written. `check` and `wait` accept queues, as in PyTorch.",
     ),
     Row(
         "pop-key",
-        "blocking `queue_pop` where only a key has that name",
+        "blocking `queue_pop` of a name used only by a key",
         briefly(after(lambda s: s.set("q", "key"), lambda s: s.queue_pop("q"))),
         tcp="queue is empty",
         hash="queue is empty",
         file=NO_QUEUES,
         ours="time-out",
-        why="A pop that was asked to wait waits. Queues and keys are different things.",
+        why="A blocking pop blocks. Queues and keys are separate.",
     ),
     Row(
         "add-empty",
@@ -128,17 +133,17 @@ ROWS = [
         hash="1",
         file="1",
         ours="NotAnInteger",
-        why="PyTorch's stores do not agree. Nothing is not a number; a counter is made by `add` on a missing key.",
+        why="PyTorch's stores disagree. The empty string is not a number; `add` on a missing key creates a counter.",
     ),
     Row(
         "add-text",
-        "`add` to what is no number",
+        "`add` to a value that is not a number",
         add_to("twelve"),
         tcp="connection closed",
         hash="ValueError",
         file="ValueError",
         ours="NotAnInteger",
-        why="It is a ValueError, too, names the key, and the connection lives.",
+        why="The error is also a ValueError and names the key; the connection stays open.",
     ),
     Row(
         "add-range",
@@ -148,37 +153,35 @@ ROWS = [
         hash="IndexError",
         file="IndexError",
         ours="NotAnInteger",
-        why="The same error as for other text that is no such number.",
+        why="The same error as for any other value that is not a 64-bit integer.",
     ),
     Row(
         "add-zeros",
         "`add` to a number with thousands of leading zeros",
         add_to("0" * 5000 + "1"),
-        tcp="2",
-        hash="2",
-        file="2",
+        **alike("2"),
         ours="NotAnInteger",
-        why="Past 4096 digits nothing is computed: a limit on everything.",
+        why="Values longer than 4096 digits are rejected unparsed: everything has a limit.",
     ),
     Row(
         "timeout-zero-missing",
-        "`wait` with timeout 0 for what is missing",
+        "`wait` with timeout 0 for a missing key",
         lambda s: s.wait(["k"], timedelta(0)),
         tcp="time-out",
         hash=FOREVER,
         file=FOREVER,
         ours="time-out",
-        why="0 means: only if it is true now. For ever is `math.inf`.",
+        why="Timeout 0 polls. To wait forever, pass `math.inf`.",
     ),
     Row(
         "timeout-zero-ready",
-        "`wait` with timeout 0 for what is there",
+        "`wait` with timeout 0 for an existing key",
         after(lambda s: s.set("k", ""), lambda s: s.wait(["k"], timedelta(0))),
         tcp=CHANCE,
         hash="None",
         file="None",
         ours="None",
-        why="What is true now needs no time. PyTorch's client looks at the clock before the answer.",
+        why="The key exists, so no time is needed. PyTorch's client checks the clock before the reply.",
     ),
     Row(
         "timeout-negative",
@@ -188,72 +191,64 @@ ROWS = [
         hash="time-out",
         file="time-out",
         ours="ValueError",
-        why="A negative duration is a mistake in the caller's sum.",
+        why="A negative timeout is a bug in the caller.",
     ),
     Row(
         "timeout-seconds",
         "a timeout in seconds, not as a `timedelta`",
         after(lambda s: s.set("k", ""), lambda s: s.wait(["k"], 5)),
-        tcp="TypeError",
-        hash="TypeError",
-        file="TypeError",
+        **alike("TypeError"),
         ours="None",
-        why="Both are durations.",
+        why="Both forms are accepted.",
     ),
     Row(
         "timeout-class",
         "whether a time-out is a `TimeoutError`",
         briefly(lambda s: isinstance(caught(lambda: s.get("k")), TimeoutError)),
-        tcp="False",
-        hash="False",
-        file="False",
+        **alike("False"),
         ours="True",
-        why="Errors are typed, with fields; nobody has to match on the words. FileStore's is a bare RuntimeError.",
+        why="Errors are typed and have fields, so nobody has to parse messages. FileStore raises a RuntimeError.",
     ),
     Row(
         "barrier-keys",
-        "the keys that a `barrier` on `b` leaves",
+        "keys left by a `barrier` on `b`",
         after(lambda s: s.barrier("b", 1), lambda s: sorted(key for key in s.list_keys() if key.startswith("b"))),
         tcp="['b']",
         hash="['b/last_member', 'b/num_members']",
         file="['b/last_member', 'b/num_members']",
         ours="['b']",
-        why="As PyTorch's server does, on every store: programs on both can meet at one barrier.",
+        why="Every store does as PyTorch's server does, so both kinds of client can meet at one barrier.",
     ),
     Row(
         "barrier-prefix-keys",
-        "the keys that a `barrier` on `b` leaves, through a PrefixStore",
+        "keys left by a `barrier` on `b` through a PrefixStore",
         lambda s: after(lambda p: p.barrier("b", 1), lambda p: sorted(p.list_keys()))(prefixed(s)),
-        tcp="['b/last_member', 'b/num_members']",
-        hash="['b/last_member', 'b/num_members']",
-        file="['b/last_member', 'b/num_members']",
+        **alike("['b/last_member', 'b/num_members']"),
         ours="['b']",
-        why="A prefix changes names and nothing else.",
+        why="A prefix changes only names.",
     ),
     Row(
         "barrier-timeout",
-        "arrivals that are counted after a `barrier` has timed out",
+        "arrivals still counted after a `barrier` timed out",
         briefly(
             after(
                 failing(lambda s: s.barrier("b", 2, BRIEF)),
                 lambda s: max(s.add("b", 0), s.add("b/num_members", 0)),
             )
         ),
-        tcp="1",
-        hash="1",
-        file="1",
+        **alike("1"),
         ours="0",
-        why="One that gave up is not here. Else its retry is counted twice, and the barrier opens one short.",
+        why="A caller that timed out has left. Otherwise its retry counts twice and the barrier opens early.",
     ),
     Row(
         "barrier-nobody",
-        "`barrier` of nobody (`world_size` 0)",
+        "`barrier` with `world_size` 0",
         briefly(lambda s: s.barrier("b", 0, BRIEF)),
         tcp="None",
         hash="time-out",
         file="time-out",
         ours="None",
-        why="As PyTorch's server: the count is not below 0.",
+        why="As on PyTorch's server: the count is not below 0.",
     ),
     Row(
         "append-same",
@@ -263,17 +258,17 @@ ROWS = [
         hash="b'vv'",
         file="b'v'",
         ours="b'vv'",
-        why="An append loses nothing, also where it says what is there already.",
+        why="An append is never dropped, even if it repeats the current value.",
     ),
     Row(
         "delete-missing",
-        "`delete_key` of what is missing",
+        "`delete_key` of a missing key",
         lambda s: s.delete_key("k"),
         tcp="False",
         hash="False",
         file="True",
         ours="False",
-        why="It says whether it was there.",
+        why="It returns whether the key existed.",
     ),
     Row(
         "queues",
@@ -283,7 +278,7 @@ ROWS = [
         hash="b'item'",
         file=NO_QUEUES,
         ours="b'item'",
-        why="Every store has every operation of PyTorch's interface.",
+        why="Every store implements all of PyTorch's operations.",
     ),
     Row(
         "extended-api",
@@ -303,7 +298,7 @@ ROWS = [
         hash="[]",
         file="['efcount/']",
         ours="[]",
-        why="A store's own bookkeeping is not among the keys.",
+        why="Internal bookkeeping is not listed as keys.",
     ),
     Row(
         "num-own",
@@ -317,43 +312,37 @@ ROWS = [
     ),
     Row(
         "prefix-num",
-        "`num_keys` of an empty PrefixStore over a store with a key",
+        "`num_keys() > 0` for an empty PrefixStore over a store with a key",
         after(lambda s: s.set("k", ""), lambda s: prefixed(s).num_keys() > 0),
-        tcp="True",
-        hash="True",
-        file="True",
+        **alike("True"),
         ours="False",
-        why="A prefix sees what is under it.",
+        why="A PrefixStore sees only the keys under its prefix.",
     ),
     Row(
         "prefix-list",
-        "`list_keys` of PrefixStore `p` where there is a key `pq/x`",
+        "`list_keys` of PrefixStore `p` if key `pq/x` exists",
         after(lambda s: s.set("pq/x", ""), lambda s: prefixed(s).list_keys()),
-        tcp="['/x']",
-        hash="['/x']",
-        file="['/x']",
+        **alike("['/x']"),
         ours="[]",
         why="`pq/x` is not under `p/`.",
     ),
     Row(
         "prefix-list-same",
-        "`list_keys` of PrefixStore `p` where there is a key `p`",
+        "`list_keys` of PrefixStore `p` if key `p` exists",
         after(lambda s: s.set("p", ""), lambda s: prefixed(s).list_keys()),
-        tcp="IndexError",
-        hash="IndexError",
-        file="IndexError",
+        **alike("IndexError"),
         ours="[]",
-        why="Nor is `p`.",
+        why="`p` is not under `p/`.",
     ),
     Row(
         "clone-timeout",
-        "whether a clone's timeout is the original's",
+        "whether a clone shares the timeout of the original",
         shared_timeout,
         tcp="False",
         hash="True",
         file="False",
         ours="False",
-        why="A clone is a handle of its own.",
+        why="A clone is a separate handle.",
     ),
     Row(
         "limit-key",
@@ -363,12 +352,12 @@ ROWS = [
         hash="True",
         file="True",
         ours="LimitExceeded",
-        why="The limits of PyTorch's server hold on every store, so that a program may move, and exceeding one is an "
-        "error of that call alone. (PyTorch's `set` even returns; the next call finds the connection closed.)",
+        why="Every store enforces the limits of PyTorch's server, so programs can move between stores. Exceeding one "
+        "fails only that call. (PyTorch's `set` returns normally; the next call finds the connection closed.)",
     ),
     Row(
         "limit-value",
-        "a value of 8 MiB and a byte",
+        "a value of 8 MiB + 1 byte",
         after(lambda s: s.set("k", bytes(8 * 1024 * 1024 + 1)), lambda s: s.check(["k"])),
         tcp="connection closed",
         hash="True",
@@ -388,33 +377,27 @@ ROWS = [
     ),
     Row(
         "bytes-key",
-        "a key that is not valid text",
+        "a key that is not valid UTF-8",
         after(lambda s: s.set(b"\xff", ""), lambda s: s.list_keys()),
-        tcp="UnicodeDecodeError",
-        hash="UnicodeDecodeError",
-        file="UnicodeDecodeError",
+        **alike("UnicodeDecodeError"),
         ours="TypeError",
-        why="Refused where it is written, not where everybody lists the keys.",
+        why="Rejected on write, instead of breaking `list_keys` for all clients.",
     ),
     Row(
         "bool-add",
         "`add` of True",
         lambda s: s.add("n", True),
-        tcp="1",
-        hash="1",
-        file="1",
+        **alike("1"),
         ours="TypeError",
-        why="A truth is not an amount.",
+        why="A bool is not an amount.",
     ),
     Row(
         "view-value",
         "a `memoryview` as a value",
         after(lambda s: s.set("k", memoryview(b"v")), lambda s: s.get("k")),
-        tcp="TypeError",
-        hash="TypeError",
-        file="TypeError",
+        **alike("TypeError"),
         ours="b'v'",
-        why="It is bytes.",
+        why="A `memoryview` is bytes-like.",
     ),
 ]
 
@@ -424,25 +407,25 @@ def caught(call: Callable[[], Any]) -> Exception:
         call()
     except Exception as error:
         return error
-    raise AssertionError("it went through")
+    raise AssertionError("the call did not fail")
 
 
-# On the wire
+# PyTorch's protocol
 
 
 CODES = {"set": 1, "compare_set": 2, "wait": 6, "delete": 8, "ping": 13, "push": 14, "pop": 15, "barrier": 18}
 NONCES = count(0x5250_0000)
 
 
-class Wire:
-    """One connection to a server of PyTorch's protocol, by hand."""
+class C10dSocket:
+    """A bare connection that speaks PyTorch's protocol."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_connection(("127.0.0.1", port), LONG_ENOUGH_S)
         self._socket.sendall(b"\0" + struct.pack("<I", 0x3C85F7CE))
         assert self.heard() == b""
 
-    def ask(self, operation: str, *fields: bytes | int | list[bytes]) -> Wire:
+    def ask(self, operation: str, *fields: bytes | int | list[bytes]) -> C10dSocket:
         request = bytes([CODES[operation]])
         for field in fields:
             if isinstance(field, list):
@@ -455,13 +438,13 @@ class Wire:
         return self
 
     def heard(self) -> bytes:
-        """Send a ping, and return what came before its answer: all that there is to hear by now."""
+        """Send a ping, and return the bytes before its answer: everything that the server has sent by now."""
         nonce = struct.pack("<I", next(NONCES))
         self._socket.sendall(bytes([CODES["ping"]]) + nonce)
         data = b""
         while not data.endswith(nonce):
             piece = self._socket.recv(65536)
-            assert piece, "the server hung up"
+            assert piece, "the server closed the connection"
             data += piece
         return data.removesuffix(nonce)
 
@@ -473,48 +456,48 @@ class Wire:
 
 
 @dataclass(frozen=True)
-class WireRow:
-    """What a server tells two or three connections, PyTorch's and ours, and why ours does so."""
+class SocketRow:
+    """Which of two or three connections PyTorch's server and ours wake, and the reason for ours."""
 
     name: str
     what: str
-    probe: Callable[[Wire, Wire, Wire], str]
+    probe: Callable[[C10dSocket, C10dSocket, C10dSocket], str]
     torch: str
     ours: str
     why: str
 
 
-def _together(a: Wire, b: Wire, _: Wire) -> str:
+def _together(a: C10dSocket, b: C10dSocket, _: C10dSocket) -> str:
     a.ask("wait", [b"/j", b"/k"]).heard()
     b.ask("set", b"/j", b"").ask("delete", b"/j").ask("set", b"/k", b"").heard()
     return a.woken()
 
 
-def _failed_compare_set(a: Wire, b: Wire, _: Wire) -> str:
+def _failed_compare_set(a: C10dSocket, b: C10dSocket, _: C10dSocket) -> str:
     a.ask("wait", [b"/k"]).heard()
     b.ask("compare_set", b"/k", b"other", b"wrong").heard()
     return a.woken()
 
 
-def _smaller_barrier(a: Wire, b: Wire, _: Wire) -> str:
+def _smaller_barrier(a: C10dSocket, b: C10dSocket, _: C10dSocket) -> str:
     a.ask("barrier", b"/b", 3).heard()
     b.ask("barrier", b"/b", 2).heard()
     return a.woken()
 
 
-def _written_barrier(a: Wire, b: Wire, _: Wire) -> str:
+def _written_barrier(a: C10dSocket, b: C10dSocket, _: C10dSocket) -> str:
     a.ask("barrier", b"/b", 3).heard()
     b.ask("set", b"/b", b"0").heard()
     return a.woken()
 
 
-def _first_arrival(a: Wire, b: Wire, _: Wire) -> str:
+def _first_arrival(a: C10dSocket, b: C10dSocket, _: C10dSocket) -> str:
     a.ask("wait", [b"/b"]).heard()
     b.ask("barrier", b"/b", 2).heard()
     return a.woken()
 
 
-def _queue_line(a: Wire, b: Wire, c: Wire) -> str:
+def _queue_line(a: C10dSocket, b: C10dSocket, c: C10dSocket) -> str:
     a.ask("wait", [b"/q"]).heard()
     b.ask("wait", [b"/q"]).heard()
     c.ask("push", b"/q", b"1").heard()
@@ -525,7 +508,7 @@ def _queue_line(a: Wire, b: Wire, c: Wire) -> str:
     return "the first, again" if a.woken() == "is woken" else "the second" if b.woken() == "is woken" else "nobody"
 
 
-def _stale_wake(a: Wire, b: Wire, _: Wire) -> str:
+def _stale_wake(a: C10dSocket, b: C10dSocket, _: C10dSocket) -> str:
     a.ask("wait", [b"/q"]).heard()
     b.ask("push", b"/q", b"1").heard()
     assert a.woken() == "is woken"
@@ -535,23 +518,23 @@ def _stale_wake(a: Wire, b: Wire, _: Wire) -> str:
     return a.woken()
 
 
-def _queue_and_key(a: Wire, b: Wire, _: Wire) -> str:
+def _queue_and_key(a: C10dSocket, b: C10dSocket, _: C10dSocket) -> str:
     b.ask("push", b"/q", b"1").heard()
     a.ask("wait", [b"/q", b"/k"]).heard()
     b.ask("set", b"/k", b"").heard()
     return a.woken()
 
 
-WIRE_ROWS = [
-    WireRow(
+SOCKET_ROWS = [
+    SocketRow(
         "together",
         "`wait` for j and k: j is set, j is deleted, k is set",
         _together,
         torch="is woken",
         ours="waits",
-        why="A wait returns only if all of it is true at that moment.",
+        why="A wait returns only if all its keys exist at the same time.",
     ),
-    WireRow(
+    SocketRow(
         "failed-compare-set",
         "`wait` for k: a `compare_set` on k fails",
         _failed_compare_set,
@@ -559,53 +542,53 @@ WIRE_ROWS = [
         ours="waits",
         why="Nothing was written.",
     ),
-    WireRow(
+    SocketRow(
         "queue-and-key",
         "`wait` for q and k, queue q has an item: k is set",
         _queue_and_key,
         torch="waits",
         ours="is woken",
-        why="Both are there.",
+        why="Both exist.",
     ),
-    WireRow(
+    SocketRow(
         "stale-wake",
-        "`wait` for what is absent, after a wait for queue q: an item is pushed to q",
+        "`wait` for a missing key, after a wait for queue q: an item is pushed to q",
         _stale_wake,
         torch="is woken",
         ours="waits",
-        why="That wait is over.",
+        why="The wait for q is over.",
     ),
-    WireRow(
+    SocketRow(
         "queue-line",
-        "who is told of the second item when two wait, and the first took one and waits again",
+        "which client is woken for the second item, if two wait and the first has popped one and waits again",
         _queue_line,
         torch="the first, again",
         ours="the second",
-        why="Whoever waits longest is next; else one may starve.",
+        why="The longest waiter is next; otherwise a client can starve.",
     ),
-    WireRow(
+    SocketRow(
         "smaller-barrier",
-        "`barrier` of 3 with 2 arrivals, the second of which waits for 2",
+        "`barrier` of 3: a second client arrives with `world_size` 2",
         _smaller_barrier,
         torch="is woken",
         ours="waits",
-        why="Every caller is released by its own world size.",
+        why="Each caller is released by its own `world_size`.",
     ),
-    WireRow(
+    SocketRow(
         "written-barrier",
-        "`barrier` of 3: somebody sets its key to 0",
+        "`barrier` of 3: another client sets its key to 0",
         _written_barrier,
         torch="is woken",
         ours="waits",
         why="The count is not 3.",
     ),
-    WireRow(
+    SocketRow(
         "first-arrival",
         "`wait` for a barrier's key: the first of two arrives",
         _first_arrival,
         torch="waits",
         ours="is woken",
-        why="The key is there.",
+        why="The key exists.",
     ),
 ]
 
@@ -614,12 +597,12 @@ WIRE_ROWS = [
 
 @dataclass(frozen=True)
 class FileRow:
-    """What becomes of a FileStore's file, PyTorch's and ours, and why ours does so."""
+    """The fate of a FileStore's file, with PyTorch and with ours, and the reason for ours."""
 
     name: str
     what: str
     probe: Callable[[Callable[..., Any], str], str]
-    """Gets the class and a path."""
+    """Called with the class and a path."""
     torch: str
     ours: str
     why: str
@@ -648,59 +631,61 @@ def _after_a_death(store: Callable[..., Any], path: str) -> str:
 FILE_ROWS = [
     FileRow(
         "one-of-two",
-        "the file, after one of `world_size` 2 has come and dropped its handle",
+        "the file, after one process of `world_size` 2 opened it and dropped its handle",
         _one_of_two,
         torch="stays",
         ours="is removed",
-        why="A file that nobody has open is of a run that has ended: the next to come would start it afresh.",
+        why="A file without open handles belongs to a finished run; the next run would start afresh anyway.",
     ),
     FileRow(
         "opened-again",
-        "`check` of a key that was set before everybody had gone, without a `world_size`",
+        "`check` of a key set before the last handle was dropped, without a `world_size`",
         _opened_again,
         torch="True",
         ours="False",
-        why="The same. What a dead run left makes the next one hang or go wrong.",
+        why="The same. Leftovers of a dead run make the next run hang or fail.",
     ),
     FileRow(
         "after-a-death",
-        "the file, after a process was killed, and a later one has dropped its handle",
+        "the file, after a process was killed and a later one dropped its handle",
         _after_a_death,
         torch="stays",
         ours="is removed",
-        why="Who is alive is known by locks, which the kernel frees, not by a count.",
+        why="Live handles are tracked by locks, which the kernel releases, not by a counter.",
     ),
 ]
 
-OPENING = """# Where we differ from PyTorch's stores
+OPENING = """# Differences from PyTorch's stores
 
-rallypoint's stores do what PyTorch 2.13's stores do, except where those differ among themselves, or do what a caller
-cannot want. Every row of the tables is run as a test on PyTorch's stores and on ours (tests/conformance), and this page
-is written from those rows. A `time-out` is PyTorch's DistStoreError, or RuntimeError in its FileStore, and our
-StoreTimeout.
+rallypoint's stores behave like PyTorch 2.13's stores, except where PyTorch's stores disagree with each other or do
+something no caller can want. This page is generated from tests: tests/conformance runs every row of the tables on
+PyTorch's stores and on rallypoint's. A `time-out` is a DistStoreError in PyTorch (a RuntimeError in its FileStore) and
+a StoreTimeout in rallypoint.
 """
 
 BETWEEN = """
-## Told on the wire
+## Wake-ups
 
-What a server tells a client that waits, PyTorch's (libuv) and ours, over PyTorch's own protocol.
+When a waiting client is woken, by PyTorch's server (libuv) and by rallypoint's, over PyTorch's protocol.
 """
 
 THE_FILE = """
 ## The file of a FileStore
 
-It is removed with the last handle, closed or dropped, in PyTorch and here, where a `world_size` was given. Without one,
-a handle that is dropped leaves it behind in both.
+With a `world_size`, both PyTorch and rallypoint remove the file when the last handle is closed or dropped. Without one,
+dropping a handle leaves the file behind in both.
 """
 
 CLOSING = """
-## Known, and told only by a clock or a crash, so not run as a test
+## Untested differences
 
-- PyTorch's HashStore does not wake a waiter by `add`; it returns at its time-out. Ours wakes.
-- While one thread waits, PyTorch's TCPStore client blocks every other thread that uses it. Ours blocks nobody.
-- PyTorch's FileStore counts time-outs in whole seconds. Ours keeps them.
-- `multi_set` with fewer values than keys reads past the end in PyTorch's HashStore and FileStore, and may crash the
-  process; its TCPStore raises DistStoreError. Ours raises ValueError and writes nothing.
+These show only in timing or as a crash, so no test covers them.
+
+- PyTorch's HashStore does not wake a waiter on `add`; the waiter returns at its timeout. rallypoint wakes it.
+- While one thread waits, PyTorch's TCPStore client blocks every other thread that uses it. rallypoint's does not.
+- PyTorch's FileStore rounds timeouts to whole seconds. rallypoint does not.
+- `multi_set` with fewer values than keys reads out of bounds in PyTorch's HashStore and FileStore and may crash the
+  process; its TCPStore raises DistStoreError. rallypoint raises ValueError and writes nothing.
 """
 
 
@@ -710,12 +695,14 @@ def page() -> str:
     for row in ROWS:
         cells = [row.what, *map(_cell, (row.tcp, row.hash, row.file, row.ours)), row.why]
         lines.append(f"| {' | '.join(cells)} |")
-    wire = ["| what | PyTorch | rallypoint | why |", "|---|---|---|---|"]
-    wire += [f"| {row.what} | {row.torch} | {row.ours} | {row.why} |" for row in WIRE_ROWS]
-    file = [wire[0], wire[1], *(f"| {row.what} | {row.torch} | {row.ours} | {row.why} |" for row in FILE_ROWS)]
-    return "\n".join([OPENING, *lines, BETWEEN, *wire, THE_FILE, *file, CLOSING])
+    head = ["| what | PyTorch | rallypoint | why |", "|---|---|---|---|"]
+    protocol, files = (
+        [*head, *(f"| {row.what} | {row.torch} | {row.ours} | {row.why} |" for row in rows)]
+        for rows in (SOCKET_ROWS, FILE_ROWS)
+    )
+    return "\n".join([OPENING, *lines, BETWEEN, *protocol, THE_FILE, *files, CLOSING])
 
 
-def _cell(said: str) -> str:
+def _cell(result: str) -> str:
     plain = {"time-out", "queue is empty", "connection closed", FOREVER, CHANCE}
-    return said if said in plain else f"`{said}`"
+    return result if result in plain else f"`{result}`"

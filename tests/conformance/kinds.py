@@ -1,7 +1,8 @@
-"""The table of stores that the suite runs on: one line each, in `BARE`; the others are the same, seen through a prefix.
+"""The kinds of store that the suite runs on: one line each, in `BARE`; the others are the same, seen through a prefix.
 
-A world is what a kind needs around it: a directory, a server. In it, `fresh()` gives a `Place`: where one empty store
-is. A place opens as many handles as one likes; `url` is for other processes, or None where no other process can come.
+A kind's `world` sets up what its stores need, such as a directory or a server, and yields a function that returns the
+`Place` of a new, empty store. A place opens any number of handles; `url` opens it in other processes, and is None if
+they cannot.
 """
 
 from __future__ import annotations
@@ -16,20 +17,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.etcd.fixtures import etcd_space, shared_cluster
-from tests.wire import http
+from tests.raw_peer import http
 
 from rallypoint import FileStore, HashStore, PrefixStore, Relay, Server, Store, TCPStore, connect
 
 
 @dataclass(frozen=True)
 class Place:
-    """Where one store is: how to open it here, and what to tell another process."""
+    """Where one store is: how to open it in this process, and its URL for others."""
 
     open: Callable[[], Store]
     url: str | None
 
 
-World = Callable[[Path], contextlib.AbstractContextManager[Callable[[], Place]]]
+StoreFactory = Callable[[Path], contextlib.AbstractContextManager[Callable[[], Place]]]
 
 
 @dataclass(frozen=True)
@@ -37,12 +38,12 @@ class Kind:
     """One kind of store."""
 
     name: str
-    world: World
+    world: StoreFactory
     shared: bool
     """Whether other processes can open it."""
     prefix: str = ""
     needs: str = ""
-    """The outside part that it is made of."""
+    """The outside part that it needs (see tests/conftest.py)."""
 
     def __str__(self) -> str:
         return f"{self.name}-prefix" if self.prefix else self.name
@@ -69,14 +70,14 @@ def file_world(folder: Path) -> Iterator[Callable[[], Place]]:
 
 @contextlib.contextmanager
 def tcp_world(_: Path) -> Iterator[Callable[[], Place]]:
-    """One server for all places of a test: whoever asks for a fresh one has emptied the last."""
+    """One server for all places of a test: a caller that takes a new place has emptied the last one."""
     with Server() as server:
         yield lambda: Place(lambda: TCPStore("127.0.0.1", server.port), server.url)
 
 
 @functools.cache
 def shared_replicated() -> tuple[str, Server]:
-    """Return the URL of a store in etcd, and its server, which all tests of this process share."""
+    """Return the URL of a store in etcd and its server, shared by all tests of this process."""
     url = etcd_space(shared_cluster())
     server = Server(storage=url)
     atexit.register(server.close)
@@ -85,7 +86,7 @@ def shared_replicated() -> tuple[str, Server]:
 
 @contextlib.contextmanager
 def replicated_world(_: Path) -> Iterator[Callable[[], Place]]:
-    """A store in etcd for all tests, emptied before each, by its own URL and its server's in turn."""
+    """One store in etcd for all tests, emptied before each; handles use its URL and the server's in turn."""
     url, server = shared_replicated()
     with connect(server.url) as store:
         store.delete_prefix("")
@@ -98,7 +99,7 @@ _worlds = itertools.count(1)
 
 @contextlib.contextmanager
 def rounds_at(port: int) -> Iterator[Callable[[], Place]]:
-    """Every place is another round of one run, at a relay."""
+    """Every place is a new round of one run, at a relay."""
     address = ("127.0.0.1", port)
     name = f"/rounds/{next(_worlds)}"
     rounds = itertools.count(1)
@@ -116,7 +117,7 @@ def rounds_at(port: int) -> Iterator[Callable[[], Place]]:
 
 @functools.cache
 def shared_relay() -> Relay:
-    """Return the relay that all tests of this process share, of a server that they share."""
+    """Return a relay and its server, shared by all tests of this process."""
     server = Server()
     atexit.register(server.close)
     relay = Relay(server.url)
@@ -125,7 +126,7 @@ def shared_relay() -> Relay:
 
 
 def relay_world(_: Path) -> contextlib.AbstractContextManager[Callable[[], Place]]:
-    """One relay for all tests: every place is another round at it."""
+    """One relay for all tests: every place is a new round at it."""
     return rounds_at(shared_relay().port)
 
 
@@ -154,7 +155,7 @@ BARE = [
     Kind("replicated", replicated_world, shared=True, needs="etcd"),
 ]
 KINDS = [*BARE, prefixed(BARE[0])]
-"""What most tests run on: a prefix is one and the same view of all kinds."""
+"""Kinds for most tests: a prefix is the same view of every kind, so one prefixed kind is enough."""
 
 EVERY_VIEW = [*BARE, *(prefixed(kind) for kind in BARE if kind.name not in ("relay", "replicated"))]
-"""What the slowest test runs on: clients of these two make their prefixes as those of a server do."""
+"""Kinds for the slowest test. Prefixes of relay and replicated stores are omitted: their client is that of tcp."""

@@ -1,7 +1,7 @@
-"""A store as plain dicts: what every kind of store must answer, written so that it is obviously right.
+"""A store as plain dicts: the reference for every kind of store, written so that it is obviously right.
 
 A `View` has the operations of a store, at one prefix and in one session. Where a store raises, it raises `Refused` with
-the class of the error and the fields that the error must have. It never waits: what cannot be answered has timed out.
+the class of the error and the fields that the error must have. It never waits: a call that would block times out.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Refused(Exception):
 
 
 def number(value: bytes) -> int | None:
-    """Read a number as C's strtoll does, one byte after the other; None where it is none of 64 bits."""
+    """Read a number as C's strtoll does, byte by byte; None if there is no number or it exceeds 64 bits."""
     text = value.lstrip(BLANKS)
     sign = -1 if text[:1] == b"-" else 1
     digits = text[1:] if text[:1] in (b"+", b"-") else text
@@ -38,7 +38,7 @@ def number(value: bytes) -> int | None:
 
 
 def wrapped(total: int) -> int:
-    """Return what is left of a sum in 64 bits."""
+    """Wrap a sum around to 64 bits, as C does."""
     while total > LARGEST:
         total -= 2**64
     while total < SMALLEST:
@@ -47,7 +47,7 @@ def wrapped(total: int) -> int:
 
 
 class Model:
-    """The content of one store, and what has changed since somebody looked."""
+    """The content of one store, and the changes since they were last taken."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -71,7 +71,7 @@ class Model:
         return True
 
     def end(self, session: str) -> None:
-        """Close a session: the keys it leases are gone."""
+        """Close a session: remove the keys that it leases."""
         for name in [name for name, lessee in self.lessees.items() if lessee == session]:
             self.remove(name)
 

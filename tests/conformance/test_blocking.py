@@ -1,4 +1,4 @@
-"""Calls that wait: what wakes them and what does not, how they time out, and how they end with their store."""
+"""Blocking calls: what wakes them and what does not, how they time out, and how they end with their store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Step = Callable[[Store], Any]
 
 
 class Wake(NamedTuple):
-    """A call that waits, what is done meanwhile, and what the call must return."""
+    """A blocking call, the steps made meanwhile, and the result that the call must have."""
 
     name: str
     call: Step
@@ -64,7 +64,7 @@ WAKES = [
         [b"u", b"v", b"u"],
     ),
     Wake(
-        "multi_get, what is deleted is missing again",
+        "multi_get, a deleted key is missing again",
         lambda s: s.multi_get(["j", "k"]),
         [
             lambda s: s.set("j", "old"),
@@ -93,9 +93,9 @@ WAKES = [
     [pytest.param(kind, wake, id=f"{kind}-{wake.name}") for kind in KINDS for wake in WAKES],
     indirect=["kind"],
 )
-def test_what_wakes_a_call(place: Place, wake: Wake) -> None:
-    with place.open() as store, store.clone() as twin, place.open() as other:
-        for writer, name in ((store, "same"), (twin, "clone"), (other, "other")):
+def test_a_blocked_call_is_woken_by_the_right_change(place: Place, wake: Wake) -> None:
+    with place.open() as store, store.clone() as other_handle, place.open() as other:
+        for writer, name in ((store, "same"), (other_handle, "clone"), (other, "other")):
             view, writers_view = PrefixStore(name, store), PrefixStore(name, writer)
             call = Call(wake.call, view).blocked()
             for step in wake.steps:
@@ -103,8 +103,8 @@ def test_what_wakes_a_call(place: Place, wake: Wake) -> None:
             assert call.result() == wake.answer
 
 
-def test_a_wait_that_has_returned_was_true(store: Store) -> None:
-    """The keys come and go one after the other, and only at the end are there together."""
+def test_a_wait_returns_only_when_all_keys_exist_at_once(store: Store) -> None:
+    """The keys are set and deleted one after the other, and exist together only at the end."""
 
     def wait_and_look() -> bool:
         store.wait(["j", "k"])
@@ -120,8 +120,8 @@ def test_a_wait_that_has_returned_was_true(store: Store) -> None:
     assert call.result() is True
 
 
-def test_a_wait_blocks_nobody_else_on_the_same_handle(store: Store) -> None:
-    waiting = [Call(store.get, "never, and then").blocked() for _ in range(5)]
+def test_a_blocked_call_does_not_block_its_handle(store: Store) -> None:
+    waiting = [Call(store.get, "later").blocked() for _ in range(5)]
     store.set("k", "v")
     assert store.get("k") == b"v"
     assert store.add("n", 1) == 1
@@ -129,7 +129,7 @@ def test_a_wait_blocks_nobody_else_on_the_same_handle(store: Store) -> None:
     assert store.queue_pop("q") == b"item"
     with pytest.raises(StoreTimeout):
         store.wait(["other"], 0)
-    store.set("never, and then", "now")
+    store.set("later", "now")
     assert results(waiting) == [b"now"] * 5
 
 
@@ -150,7 +150,7 @@ NEVER: dict[str, tuple[Callable[..., Any], tuple[str, ...], tuple[str, ...]]] = 
     "queue_pop": (lambda s, **how: s.queue_pop("there", **how), ("there",), ("there",)),
     "barrier": (lambda s, **how: s.barrier("gate", 2, **how), ("gate",), ("gate",)),
 }
-"""Calls that cannot come true where only the key `there` exists, their keys, and what they miss."""
+"""Calls that block while only the key `there` exists, their keys, and their missing keys."""
 
 READY: dict[str, Callable[..., Any]] = {
     "get": lambda s, **how: s.get("there", **how),
@@ -174,7 +174,7 @@ def furnished(store: Store) -> Store:
 
 @never
 @pytest.mark.parametrize("timeout", [0, timedelta(0), 0.03, timedelta(milliseconds=30)], ids=str)
-def test_a_timeout_says_what_is_missing(furnished: Store, operation: str, timeout: float | timedelta) -> None:
+def test_a_timeout_names_the_missing_keys(furnished: Store, operation: str, timeout: float | timedelta) -> None:
     call, keys, missing = NEVER[operation]
     timeout_s = timeout.total_seconds() if isinstance(timeout, timedelta) else timeout
     for given_to in ("the call", "the handle"):
@@ -192,7 +192,7 @@ def test_a_timeout_says_what_is_missing(furnished: Store, operation: str, timeou
 
 
 @pytest.mark.parametrize("timeout", [0, timedelta(0), 1e9, math.inf], ids=str)
-def test_what_is_true_now_needs_no_time(furnished: Store, timeout: float | timedelta) -> None:
+def test_a_condition_that_holds_needs_no_time(furnished: Store, timeout: float | timedelta) -> None:
     answers = {"get": b"", "multi_get": [b"", b""], "queue_pop": b"item", "multi_get of nothing": []}
     for operation, call in READY.items():
         assert call(furnished, timeout=timeout) == answers.get(operation), operation
@@ -203,7 +203,7 @@ def test_what_is_true_now_needs_no_time(furnished: Store, timeout: float | timed
     [(-1, ValueError), (timedelta(microseconds=-1), ValueError), (math.nan, ValueError), ("5", TypeError)],
     ids=str,
 )
-def test_what_is_no_duration_is_refused_though_it_is_true(
+def test_an_invalid_timeout_is_refused_even_if_the_condition_holds(
     furnished: Store, timeout: Any, error: type[Exception]
 ) -> None:
     for call in READY.values():
@@ -215,7 +215,7 @@ def test_what_is_no_duration_is_refused_though_it_is_true(
         furnished.set_timeout(timeout)
 
 
-def test_what_is_missing_is_named_once_and_a_queue_is_no_value(furnished: Store) -> None:
+def test_missing_keys_are_named_once_and_a_queue_is_no_value(furnished: Store) -> None:
     with pytest.raises(StoreTimeout) as caught:
         furnished.multi_get(["a", "there", "items", "a"], timeout=0)
     assert (caught.value.keys, caught.value.missing) == (("a", "there", "items", "a"), ("a", "items"))
@@ -226,14 +226,14 @@ def test_what_is_missing_is_named_once_and_a_queue_is_no_value(furnished: Store)
 
 def test_a_timeout_belongs_to_a_handle(store: Store) -> None:
     store.set_timeout(timedelta(seconds=70))
-    view, twin = PrefixStore("p", store), store.clone()
-    assert [handle.timeout for handle in (store, view, twin)] == [timedelta(seconds=70)] * 3
+    view, other_handle = PrefixStore("p", store), store.clone()
+    assert [handle.timeout for handle in (store, view, other_handle)] == [timedelta(seconds=70)] * 3
     view.set_timeout(0)
-    twin.set_timeout(0.25)
-    assert [handle.timeout.total_seconds() for handle in (store, view, view.clone(), twin)] == [70, 0, 0, 0.25]
+    other_handle.set_timeout(0.25)
+    assert [handle.timeout.total_seconds() for handle in (store, view, view.clone(), other_handle)] == [70, 0, 0, 0.25]
     with pytest.raises(StoreTimeout, match=r"after 0 s"):
         view.get("absent")
-    twin.close()
+    other_handle.close()
 
 
 def test_an_endless_timeout_can_be_set_and_read(store: Store) -> None:
@@ -243,7 +243,7 @@ def test_an_endless_timeout_can_be_set_and_read(store: Store) -> None:
     assert store.get("k") == b"v"
 
 
-def test_an_empty_pop_is_told_from_a_timeout_by_its_class(store: Store) -> None:
+def test_a_blocking_pop_of_an_empty_queue_is_a_timeout(store: Store) -> None:
     with pytest.raises(TimeoutError):
         store.queue_pop("q", timeout=0)
     with pytest.raises(TimeoutError):
@@ -253,17 +253,17 @@ def test_an_empty_pop_is_told_from_a_timeout_by_its_class(store: Store) -> None:
 # Barriers
 
 
-def test_a_barrier_lets_all_through_at_once(store: Store) -> None:
+def test_a_barrier_releases_all(store: Store) -> None:
     assert together(8, lambda _: store.barrier("gate", 8)) == [None] * 8
     assert store.get("gate") == b"8"
 
 
-def test_a_barrier_judges_everyone_by_its_own_size(store: Store) -> None:
+def test_each_caller_of_a_barrier_is_released_by_its_own_world_size(store: Store) -> None:
     assert together(6, lambda number: store.barrier("gate", number + 1)) == [None] * 6
     assert store.get("gate") == b"6"
 
 
-def test_an_arrival_that_timed_out_is_taken_back(store: Store, place: Place) -> None:
+def test_an_arrival_that_timed_out_is_withdrawn(store: Store, place: Place) -> None:
     for _ in range(3):
         with pytest.raises(StoreTimeout):
             store.barrier("gate", 2, timeout=0)
@@ -274,20 +274,20 @@ def test_an_arrival_that_timed_out_is_taken_back(store: Store, place: Place) -> 
 
 
 @pytest.mark.parametrize("beyond", [2**63, 2**70])
-def test_a_barrier_of_more_than_64_bits_is_a_barrier(store: Store, beyond: int) -> None:
+def test_a_barrier_may_have_a_world_size_beyond_64_bits(store: Store, beyond: int) -> None:
     with pytest.raises(StoreTimeout):
         store.barrier("gate", beyond, timeout=0)
     store.barrier("gate", -beyond, timeout=0)
     assert store.get("gate") == b"1"
 
 
-def test_a_barrier_works_once_for_a_key(store: Store) -> None:
+def test_an_open_barrier_stays_open(store: Store) -> None:
     assert together(2, lambda _: store.barrier("gate", 2)) == [None] * 2
     store.barrier("gate", 2, timeout=0)
     assert store.get("gate") == b"3"
 
 
-def test_a_deleted_barrier_starts_again(store: Store) -> None:
+def test_a_deleted_barrier_counts_from_zero(store: Store) -> None:
     assert together(2, lambda _: store.barrier("gate", 2)) == [None] * 2
     assert store.delete_key("gate")
     with pytest.raises(StoreTimeout):
@@ -319,31 +319,31 @@ EVERY_OPERATION: dict[str, Step] = {
 }
 
 
-def test_a_closed_store_says_so(furnished: Store, place: Place) -> None:
+def test_calls_on_a_closed_store_raise_store_closed(furnished: Store, place: Place) -> None:
     handle = place.open()
     handle.close()
     handle.close()
     for call in EVERY_OPERATION.values():
         with pytest.raises(StoreClosed, match="was closed"):
             call(handle)
-    assert furnished.check(["there", "items"]), "other handles are not"
+    assert furnished.check(["there", "items"]), "other handles stay open"
     assert not furnished.check(["k"]) and not furnished.check(["n"]) and not furnished.check(["gate"])
 
 
 @never
-def test_closing_wakes_those_who_wait(furnished: Store, place: Place, operation: str) -> None:
+def test_closing_ends_blocked_calls(furnished: Store, place: Place, operation: str) -> None:
     handle = place.open()
     calls = [Call(NEVER[operation][0], view).blocked() for view in (handle, handle)]
     handle.close()
     errors = [call.error() for call in calls]
     assert operation == "barrier" or [type(error) for error in errors] == [StoreClosed] * 2
     furnished.queue_push("there", "item")
-    assert furnished.queue_pop("there", timeout=0) == b"item", "nobody else took it"
+    assert furnished.queue_pop("there", timeout=0) == b"item", "no closed waiter took it"
     if operation == "barrier":
         furnished.barrier("gate", 1, timeout=0)
 
 
-def test_an_arrival_goes_with_its_store(store: Store, place: Place) -> None:
+def test_closing_withdraws_an_arrival(store: Store, place: Place) -> None:
     handle = place.open()
     call = Call(handle.barrier, "gate", 2).blocked()
     store.wait(["gate"])
@@ -352,7 +352,7 @@ def test_an_arrival_goes_with_its_store(store: Store, place: Place) -> None:
     until(lambda: store.get("gate") == b"0")
 
 
-def test_a_view_is_closed_with_what_is_beneath(place: Place) -> None:
+def test_closing_a_prefix_closes_the_store_beneath(place: Place) -> None:
     store = place.open()
     inner = PrefixStore("q", PrefixStore("p", store))
     call = Call(inner.get, "never").blocked()
@@ -362,35 +362,35 @@ def test_a_view_is_closed_with_what_is_beneath(place: Place) -> None:
         store.set("k", "v")
 
 
-def test_the_end_of_a_with_block_closes(place: Place) -> None:
-    with place.open() as store, store.clone() as twin:
+def test_the_end_of_a_with_block_closes_the_store(place: Place) -> None:
+    with place.open() as store, store.clone() as other_handle:
         store.set("k", "v")
-        assert twin.get("k") == b"v"
-    for handle in (store, twin):
+        assert other_handle.get("k") == b"v"
+    for handle in (store, other_handle):
         with pytest.raises(StoreClosed):
             handle.get("k", timeout=0)
 
 
 def test_a_clone_outlives_its_original(store: Store) -> None:
-    twin = store.clone()
-    again = twin.clone()
-    twin.close()
+    other_handle = store.clone()
+    again = other_handle.clone()
+    other_handle.close()
     again.set("k", "v")
     assert store.get("k") == b"v"
     again.close()
 
 
-def test_a_store_in_memory_keeps_nothing_of_what_is_over() -> None:
+def test_a_hash_store_keeps_no_trace_of_ended_calls() -> None:
     with HashStore() as store:
         for call, *_ in NEVER.values():
             with pytest.raises(StoreTimeout):
                 call(store, timeout=0)
             with pytest.raises(StoreTimeout):
                 call(store, timeout=0.01)
-        with store.watch("k"), store.clone() as twin:
-            twin.watch("k")
-            twin.lease("k", "v")
-            waiting = Call(twin.get, "never").blocked()
+        with store.watch("k"), store.clone() as other_handle:
+            other_handle.watch("k")
+            other_handle.lease("k", "v")
+            waiting = Call(other_handle.get, "never").blocked()
         assert isinstance(waiting.error(), StoreClosed)
         store.delete_key("gate")
         left = store.statistics()

@@ -1,4 +1,4 @@
-"""Many at once: threads on one handle, on several, and real processes where the store has room for them."""
+"""Concurrent calls: threads on one handle, threads on several, and processes where the store can be shared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ shared = pytest.mark.parametrize("kind", SHARED, ids=str, indirect=True)
 
 @pytest.fixture(params=["one handle", "many handles"])
 def handles(request: pytest.FixtureRequest, store: Store, place: Place) -> Iterator[Callable[[int], Store]]:
-    """Give every thread the same handle, or each one of its own."""
+    """Give all threads the same handle, or each thread its own."""
     own = [place.open() if request.param == "many handles" else store for _ in range(THREADS)]
     yield lambda number: own[number]
     for handle in own:
@@ -43,12 +43,16 @@ def test_adds_of_threads_are_exact(store: Store, handles: Callable[[int], Store]
 
 
 def test_appends_of_threads_lose_nothing(store: Store, handles: Callable[[int], Store]) -> None:
-    together(THREADS, lambda number: [handles(number).append("log", f"{number}:{n} ") for n in range(ROUNDS)])
+    def work(number: int) -> None:
+        for n in range(ROUNDS):
+            handles(number).append("log", f"{number}:{n} ")
+
+    together(THREADS, work)
     assert_complete(store.get("log").decode().split(), map(str, range(THREADS)), ROUNDS)
 
 
 def assert_complete(words: list[str], names: Any, rounds: int) -> None:
-    """Everybody's words are there, once, and in the order of their writer."""
+    """Assert that every writer's words are there once, in the order in which they were written."""
     names = list(names)
     assert Counter(words) == Counter(f"{name}:{number}" for name in names for number in range(rounds))
     for name in names:
@@ -73,7 +77,7 @@ def take_by_swap(store: Store, name: str) -> bool:
     ],
     indirect=["kind"],
 )
-def test_a_lock_is_held_by_one(
+def test_a_lock_made_of_keys_excludes_threads(
     store: Store, handles: Callable[[int], Store], take: Callable[[Store, str], bool]
 ) -> None:
     inside = threading.Semaphore(1)
@@ -108,7 +112,7 @@ def test_every_item_of_a_queue_goes_to_one_thread(store: Store, handles: Callabl
 
 
 def assert_each_once(taken: list[list[str]], names: Any, rounds: int) -> None:
-    """Every item went to one taker, and each taker saw the items of one writer in their order."""
+    """Assert that every item went to one taker, and that each taker saw a writer's items in order."""
     names = list(names)
     assert Counter(item for items in taken for item in items) == Counter(
         f"{name}:{number}" for name in names for number in range(rounds)
@@ -119,7 +123,7 @@ def assert_each_once(taken: list[list[str]], names: Any, rounds: int) -> None:
             assert numbers == sorted(numbers)
 
 
-def test_a_change_of_many_keys_is_seen_whole(store: Store, handles: Callable[[int], Store]) -> None:
+def test_multi_set_is_atomic_for_multi_get(store: Store, handles: Callable[[int], Store]) -> None:
     keys = ["a", "b", "c"]
     store.multi_set(keys, ["start"] * 3)
 
@@ -134,7 +138,7 @@ def test_a_change_of_many_keys_is_seen_whole(store: Store, handles: Callable[[in
         assert [values for values in seen if len(set(values)) > 1] == []
 
 
-def test_fifty_threads_half_of_them_blocked(store: Store) -> None:
+def test_blocked_threads_do_not_delay_others(store: Store) -> None:
     waiting = [Call(store.get, f"go {number % 5}") for number in range(25)]
     assert together(25, lambda _: [store.add("n", 1) for _ in range(4)])
     assert store.get("n") == b"100"
@@ -143,13 +147,13 @@ def test_fifty_threads_half_of_them_blocked(store: Store) -> None:
     assert results(waiting) == [str(number % 5).encode() for number in range(25)]
 
 
-def test_a_barrier_of_many_threads_lets_nobody_through_early(store: Store, handles: Callable[[int], Store]) -> None:
+def test_a_barrier_releases_no_thread_early(store: Store, handles: Callable[[int], Store]) -> None:
     def work(number: int) -> list[int]:
         seen = []
         for round_number in range(5):
-            store.add(f"here {round_number}", 1)
+            store.add(f"arrived {round_number}", 1)
             handles(number).barrier(f"gate {round_number}", THREADS)
-            seen.append(store.add(f"here {round_number}", 0))
+            seen.append(store.add(f"arrived {round_number}", 0))
         return seen
 
     assert together(THREADS, work) == [[THREADS] * 5] * THREADS
@@ -193,7 +197,7 @@ def spawn(place: Place) -> Iterator[Callable[..., Child]]:
 @shared
 def test_adds_of_processes_are_exact(store: Store, spawn: Callable[..., Child]) -> None:
     children = [spawn("add", "n", 200) for _ in range(PROCESSES)]
-    seen = [child.heard() for child in children]
+    seen = [child.next_result() for child in children]
     assert sorted(total for mine in seen for total in mine) == list(range(1, PROCESSES * 200 + 1))
     assert store.get("n") == str(PROCESSES * 200).encode()
 
@@ -206,7 +210,7 @@ def test_appends_of_processes_lose_nothing(store: Store, spawn: Callable[..., Ch
 
 
 @shared
-def test_a_lock_of_processes_is_held_by_one(store: Store, spawn: Callable[..., Child]) -> None:
+def test_a_lock_made_of_keys_excludes_processes(store: Store, spawn: Callable[..., Child]) -> None:
     store.multi_set(["lock", "count"], ["free", "0"])
     for child in [spawn("locked", f"child {number}", 25) for number in range(PROCESSES)]:
         child.ended()
@@ -220,17 +224,17 @@ def test_every_item_of_a_queue_goes_to_one_process(store: Store, spawn: Callable
         child.ended()
     for _ in takers:
         store.queue_push("jobs", "stop")
-    assert_each_once([child.heard() for child in takers], map(str, range(2)), 100)
+    assert_each_once([child.next_result() for child in takers], map(str, range(2)), 100)
     assert store.queue_len("jobs") == 0
 
 
 @shared
 def test_a_process_wakes_another(store: Store, spawn: Callable[..., Child]) -> None:
     child = spawn("get", "k")
-    assert child.heard() == "waiting"
+    assert child.next_result() == "waiting"
     child.asleep()
     store.set("k", "from the test")
-    assert child.heard() == "from the test"
+    assert child.next_result() == "from the test"
     call = Call(store.get, "n").blocked()
     spawn("add", "n", 1)
     assert call.result() == b"1"
@@ -240,7 +244,7 @@ def test_a_process_wakes_another(store: Store, spawn: Callable[..., Child]) -> N
 def test_processes_meet_at_a_barrier(store: Store, spawn: Callable[..., Child]) -> None:
     children = [spawn("meet", "gate", PROCESSES + 1) for _ in range(PROCESSES)]
     store.barrier("gate", PROCESSES + 1, LONG_ENOUGH_S)
-    assert [child.heard() for child in children] == ["through"] * PROCESSES
+    assert [child.next_result() for child in children] == ["through"] * PROCESSES
     assert store.get("gate") == str(PROCESSES + 1).encode()
 
 
@@ -257,22 +261,22 @@ def test_ctrl_c_ends_a_wait_and_leaves_the_store_clean(
     kind: Kind, store: Store, spawn: Callable[..., Child], operation: str
 ) -> None:
     child = spawn("interrupted", operation)
-    assert child.heard() == "waiting"
+    assert child.next_result() == "waiting"
     if kind.shared and operation == "barrier":
         store.wait(["gate"], LONG_ENOUGH_S)
     child.asleep()
     child.process.send_signal(signal.SIGINT)
-    assert child.heard() == [operation, 0], "it still works there, and nobody waits any more"
+    assert child.next_result() == [operation, 0], "the store still works in the child, and has no waiter"
     assert "KeyboardInterrupt" in child.ended(-signal.SIGINT)
     if kind.shared:
         assert store.get("after Ctrl-C", LONG_ENOUGH_S) == operation.encode()
         store.queue_push("jobs", "item")
-        assert store.queue_pop("jobs", timeout=LONG_ENOUGH_S) == b"item", "nobody who is gone took it"
+        assert store.queue_pop("jobs", timeout=LONG_ENOUGH_S) == b"item", "the interrupted process did not take it"
         until(lambda: store.add("gate", 0) == 0)
 
 
 @shared
-def test_a_process_that_is_killed_leaves_no_arrival_and_no_wait(store: Store, spawn: Callable[..., Child]) -> None:
+def test_a_killed_process_leaves_no_arrival_and_no_waiter(store: Store, spawn: Callable[..., Child]) -> None:
     meeting, popping = spawn("meet", "gate", 2), spawn("pop", "jobs")
     store.wait(["gate"], LONG_ENOUGH_S)
     popping.asleep()

@@ -1,8 +1,8 @@
-"""Our stores against PyTorch's: the same random histories give the same answers, and every difference has its row.
+"""Our stores against PyTorch's: the same random histories have the same results, and every difference has its row.
 
-A history is a list of calls, made on a store of PyTorch's and on the one of ours of the same kind, through a prefix and
-without. `row_of` names the row of differences.py by which a call is known to differ; such a call is made on neither.
-Every row is then shown on its own, on PyTorch's stores and on ours.
+A history is a list of calls, made on a PyTorch store and on our store of the same kind, with and without a prefix. A
+call for which `row_of` names a row of differences.py is known to differ, and is made on neither. Every row is tested
+separately, on PyTorch's stores and on ours.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from .differences import (
     FILE_ROWS,
     FOREVER,
     ROWS,
-    WIRE_ROWS,
+    SOCKET_ROWS,
+    C10dSocket,
     FileRow,
     Row,
-    Wire,
-    WireRow,
+    SocketRow,
     outcome,
     page,
     prefixed,
@@ -49,7 +49,7 @@ TORCH = ["tcp", "hash", "file"]
 
 @contextlib.contextmanager
 def torch_stores(name: str, folder: Path) -> Iterator[Callable[[], Any]]:
-    """Yield what makes new stores of a kind of PyTorch's; TCPStores have their libuv server in this process."""
+    """Yield a factory of PyTorch stores of one kind; a TCPStore has its libuv server in this process."""
     import torch.distributed as dist
 
     numbers = itertools.count()
@@ -89,7 +89,7 @@ HISTORIES = st.lists(st.tuples(st.booleans(), CALLS), max_size=30)
 
 
 def row_of(torch: str, through: bool, call: tuple[Any, ...], view: View) -> str | None:
-    """Name the row by which PyTorch's store differs here, given what is in the store; None where it must agree."""
+    """Name the row by which PyTorch's store differs, given the content of the store; None if it must agree."""
     operation, *arguments = call
     values, queues = view.model.values, view.model.queues
     if operation in ("num_keys", "list_keys"):
@@ -124,7 +124,7 @@ def wrapped_count(value: bytes) -> int:
 
 
 def would_wait(call: tuple[Any, ...], view: View) -> bool:
-    """Say whether a call cannot be answered now."""
+    """Return whether the call would block now."""
     operation, *arguments = call
     values, queues = view.model.values, view.model.queues
     names = [
@@ -137,8 +137,8 @@ def would_wait(call: tuple[Any, ...], view: View) -> bool:
     return operation == "queue_pop" and bool(arguments[1]) and names[0] not in queues
 
 
-def said(store: Any, call: tuple[Any, ...]) -> str:
-    """Make a call and say what came of it; what has no order is sorted."""
+def outcome_of(store: Any, call: tuple[Any, ...]) -> str:
+    """Make a call and describe its outcome; results without an order are sorted."""
     operation, *arguments = call
     if operation == "list_keys":
         return outcome(lambda: sorted(store.list_keys()))
@@ -147,28 +147,33 @@ def said(store: Any, call: tuple[Any, ...]) -> str:
 
 @needs_torch
 @pytest.mark.parametrize("name", TORCH)
-def test_histories_give_the_same_answers(name: str, tmp_path: Path) -> None:
+def test_histories_have_the_same_results(name: str, tmp_path: Path) -> None:
     kind = next(kind for kind in BARE if kind.name == name)
     with kind.world(tmp_path) as fresh, fresh().open() as ours, torch_stores(name, tmp_path) as theirs_fresh:
         theirs = theirs_fresh()
-        views = {False: (theirs, ours), True: (prefixed(theirs), PrefixStore("p", ours))}
+        compare(name, (theirs, ours), (prefixed(theirs), PrefixStore("p", ours)), examples=150)
 
-        @settings(max_examples=150)
-        @given(HISTORIES)
-        def compare(history: list[tuple[bool, tuple[Any, ...]]]) -> None:
-            model = Model()
-            try:
-                for through, call in history:
-                    step(name, views[through], View(model, "p/" if through else "", ""), through, call)
-            finally:  # a new store of PyTorch's may take 5 s: its server asks the DNS who calls
-                empty(theirs, model)
-                empty(ours, model)
 
-        compare()
+def compare(name: str, stores: tuple[Any, Any], through_prefix: tuple[Any, Any], examples: int) -> None:
+    """Make the calls of random histories on PyTorch's store and ours, bare and through a prefix."""
+
+    @settings(max_examples=examples)
+    @given(HISTORIES)
+    def run(history: list[tuple[bool, tuple[Any, ...]]]) -> None:
+        model = Model()
+        try:
+            for through, call in history:
+                views = through_prefix if through else stores
+                step(name, views, View(model, "p/" if through else "", ""), through, call)
+        finally:  # reuse the stores: a new PyTorch server may take 5 s to look up its caller in the DNS
+            for store in stores:
+                empty(store, model)
+
+    run()
 
 
 def empty(store: Any, model: Model) -> None:
-    """Take out all that a history may have left, also one that went wrong."""
+    """Remove everything that a history may have left, even a failed one."""
     names = [*VOCABULARY, *(f"p/{key}" for key in VOCABULARY)]
     for key in names if model.values else ():
         store.delete_key(key)
@@ -178,15 +183,15 @@ def empty(store: Any, model: Model) -> None:
 
 
 def step(name: str, stores: tuple[Any, Any], view: View, through: bool, call: tuple[Any, ...]) -> None:
-    """Make one call on both stores and on the model, and compare; or on none of them, where a row says so."""
+    """Make one call on both stores and the model, and compare; skip a call that is known to differ."""
     row = row_of(name, through, call, view)
     assert row is None or row in NAMES
     waits = would_wait(call, view)
-    if row is not None or (waits and name == "file"):  # whose time-outs take a second: see timeout-class
+    if row is not None or (waits and name == "file"):  # timeouts of PyTorch's FileStore take whole seconds
         return
     for store in stores:
         store.set_timeout(BRIEF if waits else timedelta(seconds=LONG_ENOUGH_S))
-    theirs, ours = (said(store, call) for store in stores)
+    theirs, ours = (outcome_of(store, call) for store in stores)
     assert theirs == ours
     assert (ours == "time-out") == waits
     with contextlib.suppress(Refused):
@@ -196,12 +201,12 @@ def step(name: str, stores: tuple[Any, Any], view: View, through: bool, call: tu
 # Rows
 
 
-def show(row: Row, store: Any, expected: str) -> None:
-    """Run a probe on a store: what comes of it must be what the row says."""
+def check_row(row: Row, store: Any, expected: str) -> None:
+    """Run the row's probe on a store; its outcome must be the expected one."""
     if expected == FOREVER:
         call = Call(outcome, row.probe, store).blocked("differences.py")
         store.clone().set("k", "")
-        assert call.result() == "None", "it returned when it became true, and not before"
+        assert call.result() == "None", "it returned when the condition became true, and not before"
     elif expected == CHANCE:
         assert outcome(row.probe, store) in ("None", "time-out")
     else:
@@ -211,16 +216,16 @@ def show(row: Row, store: Any, expected: str) -> None:
 @needs_torch
 @pytest.mark.parametrize("name", TORCH)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_is_true_of_pytorch(row: Row, name: str, tmp_path: Path) -> None:
+def test_a_row_holds_for_pytorch(row: Row, name: str, tmp_path: Path) -> None:
     with torch_stores(name, tmp_path) as fresh:
-        show(row, fresh(), getattr(row, name))
+        check_row(row, fresh(), getattr(row, name))
 
 
 @pytest.mark.parametrize("kind", BARE, ids=str)
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
-def test_a_row_is_true_of_ours(row: Row, kind: Kind, tmp_path: Path) -> None:
+def test_a_row_holds_for_our_stores(row: Row, kind: Kind, tmp_path: Path) -> None:
     with kind.world(tmp_path) as fresh, fresh().open() as store:
-        show(row, store, row.ours)
+        check_row(row, store, row.ours)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row.name)
@@ -231,7 +236,7 @@ def test_a_row_is_a_difference(row: Row) -> None:
 
 @needs_torch
 @pytest.mark.parametrize("row", FILE_ROWS, ids=lambda row: row.name)
-def test_what_becomes_of_a_file(row: FileRow, tmp_path: Path) -> None:
+def test_a_row_about_files_holds(row: FileRow, tmp_path: Path) -> None:
     from torch.distributed import FileStore as Theirs
 
     assert row.probe(Theirs, str(tmp_path / "theirs")) == row.torch
@@ -239,19 +244,19 @@ def test_what_becomes_of_a_file(row: FileRow, tmp_path: Path) -> None:
 
 
 @needs_torch
-@pytest.mark.parametrize("row", WIRE_ROWS, ids=lambda row: row.name)
-def test_a_row_of_the_wire_is_true(row: WireRow, tmp_path: Path) -> None:
+@pytest.mark.parametrize("row", SOCKET_ROWS, ids=lambda row: row.name)
+def test_a_row_about_wakeups_holds(row: SocketRow, tmp_path: Path) -> None:
     with torch_stores("tcp", tmp_path) as fresh, Server() as server:
         theirs = fresh()
         for port, expected in ((theirs.port, row.torch), (server.port, row.ours)):
-            wires = Wire(port), Wire(port), Wire(port)
-            assert row.probe(*wires) == expected
-            for wire in wires:
-                wire.close()
+            sockets = C10dSocket(port), C10dSocket(port), C10dSocket(port)
+            assert row.probe(*sockets) == expected
+            for one in sockets:
+                one.close()
 
 
-def test_the_page_says_what_the_rows_say() -> None:
+def test_the_page_is_generated_from_the_rows() -> None:
     path = ROOT / "docs" / "differences.md"
     if os.environ.get("RALLYPOINT_REWRITE"):
         path.write_text(page())
-    assert path.read_text() == page(), "RALLYPOINT_REWRITE=1 writes it anew"
+    assert path.read_text() == page(), "RALLYPOINT_REWRITE=1 rewrites the page"

@@ -1,9 +1,10 @@
-"""What stores refuse: by name, with nothing changed, nobody disturbed, and the store as good as before."""
+"""Invalid calls and limits: the error names the culprit, nothing changes, and the store stays usable."""
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import pytest
@@ -27,9 +28,10 @@ MAX_KEY_BYTES, MAX_VALUE_BYTES, MAX_KEYS = 8191, 8 * 1024 * 1024, 131_072
 
 
 class Bad(NamedTuple):
-    """A call that must be refused, the error, and what the error must speak of."""
+    """A call that must be refused, its error, and a text that the message must contain."""
 
-    call: Callable[[Store], Any]
+    call: Callable[[Any], Any]
+    """Gets a store, typed as Any since the calls are wrong on purpose."""
     error: type[Exception]
     names: str
 
@@ -38,15 +40,15 @@ NOT_KEYS: list[Any] = [5, b"k", None, ("k",)]
 NOT_VALUES: list[Any] = [5, None, 1.5, ["v"]]
 
 BAD = {
-    **{f"set {key!r}": Bad(lambda s, key=key: s.set(key, "v"), TypeError, repr(key)) for key in NOT_KEYS},
-    **{f"set k to {value!r}": Bad(lambda s, v=value: s.set("k", v), TypeError, "'k'") for value in NOT_VALUES},
-    "set half a character": Bad(lambda s: s.set("\ud800", "v"), ValueError, r"'\ud800'"),
-    "set to half a character": Bad(lambda s: s.set("k", "\ud800"), ValueError, "'k'"),
+    **{f"set {key!r}": Bad(methodcaller("set", key, "v"), TypeError, repr(key)) for key in NOT_KEYS},
+    **{f"set k to {value!r}": Bad(methodcaller("set", "k", value), TypeError, "'k'") for value in NOT_VALUES},
+    "set a lone surrogate": Bad(lambda s: s.set("\ud800", "v"), ValueError, r"'\ud800'"),
+    "set to a lone surrogate": Bad(lambda s: s.set("k", "\ud800"), ValueError, "'k'"),
     "get 5": Bad(lambda s: s.get(5), TypeError, "5"),
     "add to 5": Bad(lambda s: s.add(5, 1), TypeError, "5"),
     "add text": Bad(lambda s: s.add("n", "1"), TypeError, "'n'"),
     "add a fraction": Bad(lambda s: s.add("n", 1.0), TypeError, "'n'"),
-    "add a truth": Bad(lambda s: s.add("n", True), TypeError, "'n'"),
+    "add a bool": Bad(lambda s: s.add("n", True), TypeError, "'n'"),
     "add too much": Bad(lambda s: s.add("n", 2**63), ValueError, str(2**63)),
     "add too little": Bad(lambda s: s.add("n", -(2**63) - 1), ValueError, str(-(2**63) - 1)),
     "compare_set, nothing expected": Bad(lambda s: s.compare_set("k", None, "v"), TypeError, "'k'"),
@@ -70,16 +72,16 @@ BAD = {
     "queue_len 5": Bad(lambda s: s.queue_len(5), TypeError, "5"),
     "barrier 5": Bad(lambda s: s.barrier(5, 1), TypeError, "5"),
     "barrier of text": Bad(lambda s: s.barrier("gate", "1"), TypeError, "'gate'"),
-    "barrier of a truth": Bad(lambda s: s.barrier("gate", True), TypeError, "'gate'"),
+    "barrier of a bool": Bad(lambda s: s.barrier("gate", True), TypeError, "'gate'"),
     "swap, 5 expected": Bad(lambda s: s.swap("k", 5, "v"), TypeError, "'k'"),
     "swap, nothing desired": Bad(lambda s: s.swap("k", None, None), TypeError, "'k'"),
     "delete_prefix 5": Bad(lambda s: s.delete_prefix(5), TypeError, "5"),
     "lease 5": Bad(lambda s: s.lease(5, "v"), TypeError, "5"),
     "lease for 5": Bad(lambda s: s.lease("k", 5), TypeError, "'k'"),
     "watch 5": Bad(lambda s: s.watch(5), TypeError, "5"),
-    "prefix 5": Bad(lambda s: PrefixStore(5, s), TypeError, ""),
-    "prefix of 5": Bad(lambda s: PrefixStore("p", 5), TypeError, "int"),
-    "prefix of nothing": Bad(lambda s: PrefixStore("p", None), ValueError, "None"),
+    "prefix 5": Bad(lambda s: PrefixStore(5, s), TypeError, ""),  # type: ignore[arg-type]
+    "prefix of 5": Bad(lambda s: PrefixStore("p", 5), TypeError, "int"),  # type: ignore[arg-type]
+    "prefix of nothing": Bad(lambda s: PrefixStore("p", None), ValueError, "None"),  # type: ignore[arg-type]
 }
 
 NOT_NUMBERS = [
@@ -95,7 +97,7 @@ NOT_NUMBERS = [
 ]
 
 
-def picture(store: Store) -> dict[str, bytes]:
+def content(store: Store) -> dict[str, bytes]:
     return {key: store.get(key, timeout=0) for key in sorted(store.list_keys())}
 
 
@@ -106,22 +108,22 @@ def furnished(store: Store) -> Store:
     return store
 
 
-def test_bad_input_is_refused_and_disturbs_nobody(furnished: Store) -> None:
-    before = picture(furnished)
+def test_invalid_input_is_refused_and_changes_nothing(furnished: Store) -> None:
+    before = content(furnished)
     waiting = Call(furnished.get, "later").blocked()
     for name, bad in BAD.items():
         with pytest.raises(bad.error) as caught:
             bad.call(furnished)
-        assert not isinstance(caught.value, RallypointError), f"{name}: misuse is nothing that a job reports"
+        assert not isinstance(caught.value, RallypointError), f"{name}: misuse is a bug of the caller"
         assert bad.names in str(caught.value), name
-    assert picture(furnished) == before
+    assert content(furnished) == before
     assert furnished.queue_len("items") == 1
     furnished.set("later", "now")
     assert waiting.result() == b"now"
 
 
 @pytest.mark.parametrize("operation", ["add", "barrier"])
-def test_what_is_no_number_is_not_counted_on(furnished: Store, operation: str) -> None:
+def test_counting_on_a_value_that_is_no_number_is_refused(furnished: Store, operation: str) -> None:
     waiting = Call(furnished.get, "later").blocked()
     for value in NOT_NUMBERS:
         furnished.set("n", value)
@@ -136,7 +138,7 @@ def test_what_is_no_number_is_not_counted_on(furnished: Store, operation: str) -
 
 
 @pytest.mark.parametrize("operation", ["add", "barrier"])
-def test_a_number_that_is_none_is_named_as_the_caller_named_it(store: Store, operation: str) -> None:
+def test_not_an_integer_names_the_key_without_the_prefix(store: Store, operation: str) -> None:
     view = PrefixStore("p", store)
     view.set("n", "twelve")
     with pytest.raises(NotAnInteger) as caught:
@@ -166,7 +168,7 @@ BY_KEY: dict[str, Callable[[Store, str], Any]] = {
     "lease": lambda s, key: s.lease(key, "1"),
     "watch": lambda s, key: s.watch(key),
 }
-"""In an order in which each of them goes through."""
+"""In an order in which every call succeeds."""
 
 
 @pytest.mark.parametrize("letter", ["k", "é"])
@@ -175,7 +177,7 @@ def test_a_key_of_the_limit_works_and_one_byte_more_is_refused(furnished: Store,
     room = MAX_KEY_BYTES - own_prefix
     longest = letter * (room // len(letter.encode())) + "k" * (room % len(letter.encode()))
     for call in BY_KEY.values():
-        before = picture(furnished)
+        before = content(furnished)
         with pytest.raises(LimitExceeded) as caught:
             call(furnished, longest + "k")
         error = caught.value
@@ -185,7 +187,7 @@ def test_a_key_of_the_limit_works_and_one_byte_more_is_refused(furnished: Store,
             MAX_KEY_BYTES + 1,
             MAX_KEY_BYTES,
         )
-        assert picture(furnished) == before
+        assert content(furnished) == before
         call(furnished, longest)
     assert furnished.check(["there", "items"])
 
@@ -216,13 +218,13 @@ BY_VALUE: dict[str, Callable[[Store, bytes], Any]] = {
 
 
 def test_a_value_past_the_limit_is_refused(furnished: Store) -> None:
-    before, value = picture(furnished), bytes(MAX_VALUE_BYTES + 1)
+    before, value = content(furnished), bytes(MAX_VALUE_BYTES + 1)
     for call in BY_VALUE.values():
         with pytest.raises(LimitExceeded) as caught:
             call(furnished, value)
         error = caught.value
         assert (error.key, error.size, error.limit) == ("k", MAX_VALUE_BYTES + 1, MAX_VALUE_BYTES)
-    assert picture(furnished) == before
+    assert content(furnished) == before
     assert furnished.queue_len("k") == 0
 
 
@@ -237,7 +239,7 @@ def test_a_value_of_the_limit_works(store: Store) -> None:
     store.queue_push("q", largest)
     assert store.queue_pop("q") == largest
     store.append("j", largest)
-    assert store.get("j") == largest + largest, "append may grow a value past it"
+    assert store.get("j") == largest + largest, "append may grow a value past the limit"
 
 
 LISTS: dict[str, Callable[[Store, list[str]], Any]] = {
@@ -261,13 +263,13 @@ def test_a_list_of_the_limit_works_and_one_key_more_is_refused(furnished: Store)
     assert furnished.num_keys() == MAX_KEYS + 2
 
 
-# What must not be refused
+# Unusual keys and values
 
 ODD_KEYS = ["", " ", "/", "//", "a/", "/a", ".", "..", "\0", "a\0b", "\n", "'\"", "%2F", "ключ", "é", "e\u0301", "🙂"]
 ODD_KEYS += ["init/", "refcount/", "-/k", "+k", "k\r\n", "k" * 8000, "\U0010ffff", "\ufeff", "\ud7ff"]
 
 
-def test_every_text_is_a_key_of_its_own(store: Store) -> None:
+def test_every_text_is_a_distinct_key(store: Store) -> None:
     for number, key in enumerate(ODD_KEYS):
         store.set(key, f"{number}")
         store.queue_push(key, f"item {number}")
@@ -296,7 +298,7 @@ def test_every_text_is_a_key_of_its_own(store: Store) -> None:
     ],
     ids=lambda value: repr(bytes(value) if isinstance(value, memoryview) else value)[:40],
 )
-def test_a_value_comes_back_as_bytes(store: Store, value: Any) -> None:
+def test_values_are_returned_as_bytes(store: Store, value: Any) -> None:
     expected = value.encode() if isinstance(value, str) else bytes(value)
     store.set("k", value)
     store.multi_set(["l"], [value])
@@ -305,8 +307,8 @@ def test_a_value_comes_back_as_bytes(store: Store, value: Any) -> None:
     assert type(store.get("k")) is bytes
 
 
-def test_a_bytearray_that_changes_afterwards_changes_nothing(store: Store) -> None:
-    value = bytearray(b"before")
+def test_a_later_change_of_a_bytearray_does_not_change_the_value(store: Store) -> None:
+    value: Any = bytearray(b"before")  # stores accept any bytes-like object
     store.set("k", value)
     store.queue_push("q", value)
     value[:] = b"after!"
@@ -335,11 +337,11 @@ def test_errors_of_a_store_survive_pickling(furnished: Store, place: Place) -> N
     for kind, error in errors.items():
         assert type(error) is kind
         assert isinstance(error, StoreError)
-        twin = pickle.loads(pickle.dumps(error))
-        assert (type(twin), str(twin), vars(twin)) == (kind, str(error), vars(error))
+        other_handle = pickle.loads(pickle.dumps(error))
+        assert (type(other_handle), str(other_handle), vars(other_handle)) == (kind, str(error), vars(error))
 
 
-def test_an_empty_queue_is_named(store: Store) -> None:
+def test_queue_empty_names_the_queue(store: Store) -> None:
     error = raised(lambda: store.queue_pop("jobs", block=False))
     assert isinstance(error, QueueEmpty)
     assert error.key == "jobs"

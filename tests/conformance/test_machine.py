@@ -1,8 +1,7 @@
-"""Every kind of store against the model: the same random operations, the same answers, the same errors.
+"""Every kind of store against the model: the same random operations must have the same results and errors.
 
-Two sessions on one store (a handle and its clone), and views of them through prefixes, take turns. Calls that wait are
-made with no time to wait, so they answer at once or time out. Where the store can be watched, every change must be
-told.
+Two sessions on one store (a handle and its clone), and views of them through prefixes, take turns. Blocking calls have
+a timeout of zero, so they return at once or time out. A watch must report every change.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ HANDLES = st.integers(0, 5)
 
 
 def outcome(call: Callable[..., Any], *arguments: Any, **options: Any) -> tuple[Any, ...]:
-    """Make a call on the model, and return what must come of it on a store."""
+    """Make a call on the model, and return the result or error that a store must have."""
     try:
         return "answers", call(*arguments, **options)
     except Refused as error:
@@ -67,7 +66,7 @@ class Agreement(RuleBasedStateMachine):
         return store, View(self.model, prefix, session)
 
     def both(self, number: int, operation: str, *arguments: Any, **options: Any) -> Any:
-        """Make the same call on both and compare."""
+        """Make the same call on the store and the model, and compare."""
         store, view = self.handle(number)
         call = getattr(store, operation)
         expected = outcome(getattr(view, operation), *arguments, **options)
@@ -90,8 +89,8 @@ class Agreement(RuleBasedStateMachine):
         """Take as many changes from the watch as the model has; they must be the same."""
         expected, self.model.changes = self.model.changes, []
         seen = [self.watch.next(LONG_ENOUGH_S) for _ in expected]
-        told = [(change.key, change.value) for change in seen]
-        assert sorted(told, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
+        reported = [(change.key, change.value) for change in seen]
+        assert sorted(reported, key=itemgetter(0)) == sorted(expected, key=itemgetter(0))
 
     @rule(handle=HANDLES, key=KEYS, value=VALUES)
     def set(self, handle: int, key: str, value: bytes) -> None:
@@ -115,7 +114,7 @@ class Agreement(RuleBasedStateMachine):
         self.both(handle, "compare_set", key, expected, desired)
 
     @rule(handle=HANDLES, key=KEYS, desired=VALUES)
-    def compare_set_what_is_there(self, handle: int, key: str, desired: bytes) -> None:
+    def compare_set_current_value(self, handle: int, key: str, desired: bytes) -> None:
         _, view = self.handle(handle)
         self.both(handle, "compare_set", key, self.model.values.get(view.prefix + key, b""), desired)
 
@@ -145,7 +144,7 @@ class Agreement(RuleBasedStateMachine):
         self.both(handle, "multi_get", keys, timeout=0)
 
     @rule(handle=HANDLES, data=st.data())
-    def see_what_is_there(self, handle: int, data: st.DataObject) -> None:
+    def read_existing_keys(self, handle: int, data: st.DataObject) -> None:
         keys = self.handle(handle)[1].list_keys()
         chosen = data.draw(st.lists(st.sampled_from(keys), max_size=4)) if keys else []
         self.both(handle, "wait", chosen, timeout=LONG_ENOUGH_S)
@@ -179,7 +178,7 @@ class Agreement(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.queues)
     @rule(data=st.data(), block=st.booleans())
-    def queue_pop_what_is_there(self, data: st.DataObject, block: bool) -> None:
+    def queue_pop_existing_item(self, data: st.DataObject, block: bool) -> None:
         key = data.draw(st.sampled_from(sorted(self.model.queues)))
         self.both(0, "queue_pop", key, block, timeout=LONG_ENOUGH_S)
 
@@ -213,7 +212,7 @@ class Agreement(RuleBasedStateMachine):
         self.see_changes()
 
     def teardown(self) -> None:
-        """Compare all that is there, and leave the place empty, whatever went wrong: the next one may be the same."""
+        """Compare the whole content, and empty the store even after a failure: the next example may reuse it."""
         try:
             for key in self.handle(1)[1].list_keys():
                 self.both(1, "get", key)
@@ -223,7 +222,7 @@ class Agreement(RuleBasedStateMachine):
                     self.both(1, "queue_pop", name, False)
             self.both(1, "list_keys")
             if self.watch is not None:
-                self.both(1, "set", "nothing else was told", b"")
+                self.both(1, "set", "no other change is reported", b"")
         finally:
             for session in self.sessions.values():
                 session.close()
@@ -236,9 +235,13 @@ class Agreement(RuleBasedStateMachine):
 
 
 @pytest.mark.parametrize("kind", EVERY_VIEW, ids=str)
-def test_it_agrees_with_the_model(kind: Kind, tmp_path: Path) -> None:
+def test_random_operations_agree_with_the_model(kind: Kind, tmp_path: Path) -> None:
     with kind.world(tmp_path) as fresh:
+
+        class OnNewStore(Agreement):
+            def __init__(self) -> None:
+                super().__init__(kind, fresh())
+
         run_state_machine_as_test(
-            lambda: Agreement(kind, fresh()),
-            settings=settings(max_examples=100, stateful_step_count=40, report_multiple_bugs=False),
+            OnNewStore, settings=settings(max_examples=100, stateful_step_count=40, report_multiple_bugs=False)
         )

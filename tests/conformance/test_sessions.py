@@ -1,4 +1,4 @@
-"""Leases and watches: keys that go with their owner, and changes that are told."""
+"""Leases and watches: keys that end with their owner, and notifications of changes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .kinds import KINDS, Place
 
 @pytest.fixture
 def owner(place: Place) -> Iterator[Store]:
-    """A second handle on the store, with leases of its own."""
+    """A second handle on the store, with its own leases."""
     with place.open() as owner:
         yield owner
 
@@ -52,11 +52,11 @@ def test_leases_end_with_their_handle(store: Store, place: Place) -> None:
     until(lambda: store.list_keys() == ["plain"])
 
 
-def test_a_clone_has_leases_of_its_own(store: Store, owner: Store) -> None:
-    twin = owner.clone()
-    twin.lease("twin's", "")
+def test_a_clone_has_its_own_leases(store: Store, owner: Store) -> None:
+    other_handle = owner.clone()
+    other_handle.lease("clone's", "")
     owner.lease("owner's", "")
-    twin.close()
+    other_handle.close()
     until(lambda: store.list_keys() == ["owner's"])
 
 
@@ -72,7 +72,7 @@ TAKEOVERS: dict[str, Callable[[Store], object]] = {
 
 
 @pytest.mark.parametrize("writer", TAKEOVERS)
-def test_a_later_write_takes_the_key_over(store: Store, place: Place, writer: str) -> None:
+def test_a_later_write_ends_the_lease_of_the_key(store: Store, place: Place, writer: str) -> None:
     owner = place.open()
     lease = owner.lease("k", "1")
     TAKEOVERS[writer](store)
@@ -81,7 +81,7 @@ def test_a_later_write_takes_the_key_over(store: Store, place: Place, writer: st
     assert store.check(["k"])
 
 
-def test_a_write_that_fails_takes_nothing_over(store: Store, place: Place) -> None:
+def test_a_failed_write_keeps_the_lease_of_the_key(store: Store, place: Place) -> None:
     owner = place.open()
     owner.lease("k", "1")
     store.compare_set("k", "other", "2")
@@ -94,7 +94,7 @@ def test_a_write_that_fails_takes_nothing_over(store: Store, place: Place) -> No
 def test_a_lease_ends_with_its_process(store: Store, place: Place) -> None:
     assert place.url is not None
     child = Child(place.url, "lease", "k")
-    assert child.heard() == "leased"
+    assert child.next_result() == "leased"
     assert store.get("k", timeout=0) == str(child.process.pid).encode()
     child.process.kill()
     child.process.communicate()
@@ -104,7 +104,7 @@ def test_a_lease_ends_with_its_process(store: Store, place: Place) -> None:
 # Watches
 
 
-def test_a_watch_tells_every_change_in_order(store: Store, owner: Store) -> None:
+def test_a_watch_reports_every_change_in_order(store: Store, owner: Store) -> None:
     store.set("job/0", "")
     with store.watch("job/") as watch:
         owner.set("job/a", "1")
@@ -133,7 +133,7 @@ def test_a_watch_tells_every_change_in_order(store: Store, owner: Store) -> None
             watch.next(0)
 
 
-def test_a_watch_through_a_prefix_speaks_of_its_own_keys(store: Store, owner: Store) -> None:
+def test_a_watch_through_a_prefix_reports_keys_without_it(store: Store, owner: Store) -> None:
     view = PrefixStore("p", store)
     with view.watch() as everything, view.watch("a") as some:
         owner.set("p/ab", "1")
@@ -145,22 +145,18 @@ def test_a_watch_through_a_prefix_speaks_of_its_own_keys(store: Store, owner: St
             some.next(0)
 
 
-def test_a_watch_wakes_the_one_who_waits_for_it(store: Store, owner: Store) -> None:
+def test_a_change_wakes_a_blocked_watch(store: Store, owner: Store) -> None:
     with store.watch() as watch:
         call = Call(watch.next).blocked()
         owner.set("k", "v")
         change = call.result()
         assert isinstance(change, Change)
         assert change[:2] == ("k", b"v")
-        assert next(iter_after(watch, owner)).key == "l"
+        owner.set("l", "")
+        assert next(iter(watch)).key == "l"
 
 
-def iter_after(watch: object, owner: Store) -> Iterator[Change]:
-    owner.set("l", "")
-    return iter(watch)  # type: ignore[call-overload,no-any-return]
-
-
-def test_a_watch_times_out_by_name(store: Store) -> None:
+def test_a_timeout_of_a_watch_names_its_prefix(store: Store) -> None:
     for timeout in (0, timedelta(0), 0.03, timedelta(milliseconds=30)):
         with store.watch("job/", timeout) as watch, pytest.raises(StoreTimeout) as caught:
             watch.next()
@@ -172,7 +168,7 @@ def test_a_watch_times_out_by_name(store: Store) -> None:
         watch.next()
 
 
-def test_closing_a_watch_or_its_store_wakes_the_one_who_waits(store: Store, place: Place) -> None:
+def test_closing_a_watch_or_its_store_ends_a_blocked_next(store: Store, place: Place) -> None:
     watch = store.watch()
     call = Call(watch.next).blocked()
     watch.close()
@@ -190,7 +186,7 @@ def test_closing_a_watch_or_its_store_wakes_the_one_who_waits(store: Store, plac
     store.set("k", "v")
 
 
-def test_a_watch_tells_when_a_lease_ends(store: Store, place: Place) -> None:
+def test_a_watch_reports_the_end_of_a_lease(store: Store, place: Place) -> None:
     with store.watch("members/") as watch:
         owner = place.open()
         owner.lease("members/1", "here")
@@ -199,7 +195,7 @@ def test_a_watch_tells_when_a_lease_ends(store: Store, place: Place) -> None:
         assert watch.next(LONG_ENOUGH_S)[:2] == ("members/1", None)
 
 
-def test_many_watches_are_all_told(store: Store, owner: Store) -> None:
+def test_every_one_of_many_watches_reports_all_changes(store: Store, owner: Store) -> None:
     watches = [handle.watch(prefix) for handle in (store, owner) for prefix in ("", "k", "k/") for _ in range(5)]
     for number in range(20):
         owner.set("k/x", f"{number}")
@@ -208,8 +204,8 @@ def test_many_watches_are_all_told(store: Store, owner: Store) -> None:
         watch.close()
 
 
-def test_a_watch_of_another_process_tells_every_change(store: Store, place: Place) -> None:
-    """Where no other process can come, another thread does the same."""
+def test_a_watch_reports_every_change_of_another_process(store: Store, place: Place) -> None:
+    """A store of one process is written by another thread instead."""
     with store.watch() as watch:
         if place.url is None:
             Call(lambda: [store.add("n", 1) for _ in range(50)])

@@ -1,11 +1,11 @@
-"""A state, and its log: what tests of single entries share."""
+"""A state and its log, for tests of single entries."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from rallypoint.core import entries, ops
-from rallypoint.core.entries import Entry, Open, Request, Start, Visit
+from rallypoint.core.entries import ConnectionRequest, Entry, OpenSession, SessionRequest, StartServer
 from rallypoint.core.records import InternalError
 from rallypoint.core.snapshot import read, write
 from rallypoint.core.state import State
@@ -18,7 +18,7 @@ UNLIMITED = 1 << 62
 
 
 class Server:
-    """A state, and its log; each entry is checked to leave it sound, and readable from a snapshot."""
+    """A state and its log; after each entry the state is checked, also through a snapshot."""
 
     def __init__(self, sessions: int = 0, max_bytes: int = UNLIMITED, max_kept_bytes: int = UNLIMITED) -> None:
         self.state = State()
@@ -29,10 +29,10 @@ class Server:
             self.open()
 
     def start(self, max_bytes: int = UNLIMITED, max_kept_bytes: int = UNLIMITED) -> None:
-        self.apply(Start(entries.VERSION, b"server", max_bytes, UNLIMITED, max_kept_bytes, UNLIMITED))
+        self.apply(StartServer(entries.VERSION, b"server", max_bytes, UNLIMITED, max_kept_bytes, UNLIMITED))
 
     def open(self, former: list[bytes] | None = None, namespace: int = 0) -> Any:
-        return self.apply(Open(b"id %d" % (self.state.opened + 1), "", namespace, former or []))
+        return self.apply(OpenSession(b"id %d" % (self.state.opened + 1), "", namespace, former or []))
 
     @property
     def engine(self) -> Any:
@@ -54,14 +54,14 @@ class Server:
         return answer
 
     def ask(self, session: int, op: ops.Op) -> Any:
-        return self.apply(Request(session, op))  # type: ignore[arg-type]
+        return self.apply(SessionRequest(session, op))  # type: ignore[arg-type]
 
-    def visit(self, visitor: int, op: ops.Op) -> Any:
-        return self.apply(Visit(visitor, 0, op))  # type: ignore[arg-type]
+    def connection_request(self, connection_owner: int, op: ops.Op) -> Any:
+        return self.apply(ConnectionRequest(connection_owner, 0, op))  # type: ignore[arg-type]
 
     def act(self, session: int, number: int, call: int, command: Any, member: str = "0", timeout_s: float = 9.0) -> Any:
         return self.ask(session, ops.Act(number, b"/o", member, call, command, timeout_s))
 
-    def told(self) -> list[tuple[int, int, Any]]:
+    def take_outputs(self) -> list[tuple[int, int, Any]]:
         outputs, self.outputs = self.outputs, []
         return outputs

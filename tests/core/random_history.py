@@ -1,10 +1,10 @@
-"""A server with chance in the place of clients and clock: what it does to a live `State`, and the log that it leaves.
+"""A server with random clients and a random clock: a live `State`, and the log of everything that changed it.
 
-A history does all that a server may do: requests of sessions and of PyTorch's clients (visitors) in several namespaces,
-reads that wait and are in no log, cuts, returns, ends, time-outs, lapses, timers, slices of deletions, sweeps, and
-restarts from a snapshot or from the log. Some requests are what only a broken client sends: numbers that come again,
-calls that are made twice. Limits are so small that everything that has one meets it. Nothing here depends on the order
-of a set, so one seed is one history, in every process.
+A history does everything that a server may do: requests of sessions and of PyTorch's connections in several namespaces,
+waiting reads, which are not logged, disconnects, resumed and ended sessions, timeouts, expired leases, timers, slices
+of deletions, ended turns, and restarts from a snapshot or from the log. Some requests only a broken client sends:
+repeated numbers, calls made twice. Limits are so small that histories reach all of them. Nothing here depends on the
+order of a set, so one seed is one history, in every process.
 """
 
 from __future__ import annotations
@@ -14,48 +14,23 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from rallypoint.core import (
-    engine,
-    entries,
-    exchange,
-    objects,
-    ops,
-    roster,
-    session,
-    shared_answer,
-    snapshot,
-    watch_table,
-)
+from rallypoint.core import engine, entries, objects, ops, session, snapshot
 from rallypoint.core import state as state_module
-from rallypoint.core.entries import (
-    Arrivals,
-    Attach,
-    CloseNamespace,
-    Detach,
-    End,
-    Entry,
-    Fire,
-    GoOn,
-    Lapse,
-    Open,
-    OpenNamespace,
-    Request,
-    Start,
-    TimeOut,
-    Visit,
-)
-from rallypoint.core.machine import Done, Refused, Waiting
-from rallypoint.core.records import LATER, InternalError, Push
+from rallypoint.core.calls import shared_answer
+from rallypoint.core.connection_owner import ConnectionOwner
+from rallypoint.core.index import watch_table
+from rallypoint.core.machines import exchange, membership
+from rallypoint.core.machines.machine import Done, Refused, Waiting
+from rallypoint.core.records import LATER, InternalError, PushedEvent
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import read, write
 from rallypoint.core.state import MACHINES, Namespace, State
-from rallypoint.core.visitor import Visitor
 from rallypoint.errors import StoreError
 from rallypoint.protocol.native import encode_answer
 
 from .random_commands import MEMBERS, Commands
 
-__all__ = ["History", "replay", "small_limits", "told"]
+__all__ = ["History", "replay", "small_limits", "encode_results"]
 
 KEYS = (b"", b"a", b"b", b"p/1", b"p/2", b"p/3", b"q")
 QUEUES = (b"q", b"p/q")
@@ -65,7 +40,7 @@ VALUES = (b"", b"1", b"7", b"-3", b"word", b"x" * 30)
 NAMES = (b"/o", b"/n")
 LONG_S = 9.0
 ANSWERS = (Done, Refused, Waiting, StoreError)
-"""What calls on shared objects are answered; of `Arrivals`, all of them."""
+"""Answers to calls on shared objects; the answer to `Arrivals` is a list of them."""
 
 SMALL: tuple[tuple[Any, str, int], ...] = (
     (session, "MAX_KEPT", 8),
@@ -80,14 +55,14 @@ SMALL: tuple[tuple[Any, str, int], ...] = (
     (objects, "MAX_IDLE_BYTES", 900),
     (shared_answer, "SHARED_BYTES", 40),
     (exchange, "REPLACED", 2),
-    (roster, "KEPT", 3),
+    (membership, "MAX_EVENTS", 3),
 )
-"""The limits of core that no entry says, and what they are in histories."""
+"""Limits of core that no entry sets, and their values in histories."""
 
 
 @contextmanager
 def small_limits() -> Iterator[None]:
-    """Make the limits small that no entry says."""
+    """Lower the limits that no entry sets."""
     before = [(module, name, getattr(module, name)) for module, name, _ in SMALL]
     for module, name, value in SMALL:
         setattr(module, name, value)
@@ -98,11 +73,13 @@ def small_limits() -> Iterator[None]:
             setattr(module, name, value)
 
 
-def told(answer: Any, outputs: Iterable[tuple[Any, int, Any]], skip: frozenset[tuple[int, int]] = frozenset()) -> bytes:
-    """Return what an entry came to, for its client and for others, as bytes to compare."""
+def encode_results(
+    answer: Any, outputs: Iterable[tuple[Any, int, Any]], skip: frozenset[tuple[int, int]] = frozenset()
+) -> bytes:
+    """Encode the results of an entry, for its client and for others, as bytes to compare."""
     parts = [_plain(0, answer)]
     for owner, number, later in outputs:
-        if (owner.serial, number) not in skip or isinstance(later, Push):
+        if (owner.serial, number) not in skip or isinstance(later, PushedEvent):
             parts += [b"%d:" % owner.serial, _plain(number, later)]
     return b" ".join(parts)
 
@@ -120,20 +97,20 @@ def _plain(number: int, answer: Any) -> bytes:
 
 
 def replay(records: Iterable[bytes], state: State | None = None) -> tuple[State, list[bytes]]:
-    """Apply records to a state, or to an empty one; return it, and what each of them came to."""
+    """Apply records to a state, by default an empty one; return it, and the encoded results of each record."""
     state = State() if state is None else state
     results = []
     for record in records:
         entry = entries.decode(record)
         answer = state.apply(entry)
         assert not isinstance(answer, InternalError), str(answer)
-        reads = isinstance(entry, Visit) and not entry.op.changes  # what it finds may not be what it found
-        results.append(told(LATER if reads else answer, state.take_outputs()))
+        reads = isinstance(entry, entries.ConnectionRequest) and not entry.op.changes  # it may find another value
+        results.append(encode_results(LATER if reads else answer, state.take_outputs()))
     return state, results
 
 
 class Client:
-    """One native client: the numbers it has used, and the calls it has made."""
+    """One native client: its request numbers and its calls."""
 
     def __init__(self, identity: bytes, serial: int) -> None:
         self.id = identity
@@ -144,36 +121,36 @@ class Client:
 
 
 class History:
-    """One seed's history: the state as it is at the end, and the log."""
+    """The history of one seed: the final state and the log."""
 
     def __init__(self, seed: int, steps: int = 140) -> None:
         self.chance = random.Random(seed)
         self.state = State()
         self.records: list[bytes] = []
-        self.told: list[bytes] = []
-        """What each record came to when it was live, but for reads."""
+        self.results: list[bytes] = []
+        """Results of each record on the live state, without reads."""
 
         self.snapshots: dict[int, list[bytes]] = {}
-        """Snapshots of the live state, by how many records it had."""
+        """Snapshots of the live state, by number of records."""
 
         self.clients: dict[int, Client] = {}
         self.lost: list[bytes] = []
-        self.visitors: list[Visitor] = []
-        self.visited = 0
+        self.connection_owners: list[ConnectionOwner] = []
+        self.connections_made = 0
         self._commands = Commands(self.chance)
         self._start()
         actions, weights = zip(*self._actions(), strict=True)
         for action in self.chance.choices(actions, weights, k=steps):
             action()
-            self._hang_up()
+            self._detach_ended()
             if self.chance.random() < 0.02:
                 self.save()
         self.save()
-        self._start()  # whoever is still here hears of it, in an order
+        self._start()  # the restart detaches the remaining owners, in an order that must be deterministic
         self.save()
 
     def save(self) -> None:
-        """Write down the live state."""
+        """Take a snapshot of the live state."""
         self.snapshots[len(self.records)] = list(write(self.state))
 
     def _actions(self) -> list[tuple[Callable[[], None], float]]:
@@ -182,16 +159,16 @@ class History:
             (self._act, self.chance.choice((4.0, 20.0, 80.0))),
             (self._arrivals, self.chance.choice((1.0, 8.0, 40.0))),
             (self._session_read, 10.0),
-            (self._visitor_op, self.chance.choice((8.0, 16.0, 60.0))),
+            (self._connection_op, self.chance.choice((8.0, 16.0, 60.0))),
             (self._open, 4.0),
-            (self._cut, 4.0),
-            (self._come_back, 4.0),
+            (self._disconnect, 4.0),
+            (self._resume, 4.0),
             (self._end, 2.0),
             (self._time_out, 5.0),
-            (self._lapse, 2.0),
-            (self._fire, 3.0),
-            (self._go_on, 3.0),
-            (self._sweep, 2.0),
+            (self._expire_lease, 2.0),
+            (self._fire_timer, 3.0),
+            (self._continue_delete, 3.0),
+            (self._end_idle_turns, 2.0),
             (self._open_namespace, 1.5),
             (self._close_namespace, 0.5),
             (self._restart, self.chance.choice((0.0, 0.0, 0.7, 4.0))),
@@ -199,38 +176,46 @@ class History:
 
     # Entries
 
-    def apply(self, entry: Entry) -> Any:
-        """Apply an entry as the log has it."""
+    def apply(self, entry: entries.Entry) -> Any:
+        """Log an entry and apply it."""
         return self._log(entry, self.state.apply)
 
-    def _log(self, entry: Entry, run: Callable[[Any], Any]) -> Any:
+    def _log(self, entry: entries.Entry, run: Callable[[Any], Any]) -> Any:
         record = entries.encode(entry)
         self.records.append(record)
         reads = self._reads()
         answer = run(entries.decode(record))
         assert not isinstance(answer, InternalError), str(answer)
-        shown = LATER if isinstance(entry, Visit) and not entry.op.changes else answer
-        self.told.append(told(shown, self.state.take_outputs(), reads))
+        shown = LATER if isinstance(entry, entries.ConnectionRequest) and not entry.op.changes else answer
+        self.results.append(encode_results(shown, self.state.take_outputs(), reads))
         return answer
 
     def _reads(self) -> frozenset[tuple[int, int]]:
-        """Return the reads that wait, which no replay has."""
-        waiters = [waiter for one in self.state.sessions.values() for waiter in one.waiting.values()]
-        waiters += [visitor.waiter for visitor in self.visitors if visitor.waiter is not None]
-        return frozenset((waiter.owner.serial, waiter.number) for waiter in waiters if waiter.reads)  # type: ignore[attr-defined]
+        """Return the waiting reads, which no replay has."""
+        waiters: list[Any] = [waiter for one in self.state.sessions.values() for waiter in one.waiting.values()]
+        waiters += [
+            connection_owner.waiter
+            for connection_owner in self.connection_owners
+            if connection_owner.waiter is not None
+        ]
+        return frozenset((waiter.owner.serial, waiter.number) for waiter in waiters if waiter.reads)
 
     def _start(self) -> None:
         chance = self.chance
         max_bytes = chance.choice((1 << 62, 1 << 62, 5000, 2500, 1200))
         max_answer = chance.choice((1 << 62, 1 << 62, 150, 40))
         max_kept = chance.choice((1 << 62, 1 << 62, 1500, 300))
-        for visitor in self.visitors:
-            self._drop_read(visitor)
-        self.visitors.clear()
-        self.apply(Start(entries.VERSION, chance.randbytes(4), max_bytes, max_answer, max_kept, chance.choice((3, 6))))
+        for connection_owner in self.connection_owners:
+            self._drop_read(connection_owner)
+        self.connection_owners.clear()
+        self.apply(
+            entries.StartServer(
+                entries.VERSION, chance.randbytes(4), max_bytes, max_answer, max_kept, chance.choice((3, 6))
+            )
+        )
 
     def _restart(self) -> None:
-        """Start again with what the log says, or a snapshot and the rest of it."""
+        """Restart from the whole log, or from a snapshot and the rest of the log."""
         self.save()
         at = self.chance.choice(list(self.snapshots))
         if self.chance.random() < 0.5:
@@ -238,7 +223,7 @@ class History:
         else:
             self.state, _ = replay(self.records)
         self.state.outputs.clear()
-        assert list(write(self.state)) == self.snapshots[len(self.records)], "the log makes another state"
+        assert list(write(self.state)) == self.snapshots[len(self.records)], "the log produces another state"
         self._start()
 
     # Sessions
@@ -246,7 +231,7 @@ class History:
     def _any_client(self) -> tuple[Client, Session] | None:
         attached = [one for one in self.clients.values() if self.state.sessions[one.serial].attached]
         if not attached:
-            self.chance.choice((self._open, self._come_back))()
+            self.chance.choice((self._open, self._resume))()
             return None
         client = self.chance.choice(attached)
         return client, self.state.sessions[client.serial]
@@ -256,21 +241,25 @@ class History:
         namespace = chance.choice(list(self.state.namespaces))
         known = [client.id for client in self.clients.values()] + self.lost
         former = chance.sample(known, min(len(known), chance.choice((0, 0, 1, 2))))
-        found = self.apply(Open(identity, chance.choice(("", "host")), namespace, former))
+        found = self.apply(entries.OpenSession(identity, chance.choice(("", "host")), namespace, former))
         if isinstance(found, Session):
             self.clients[found.serial] = Client(identity, found.serial)
 
-    def _cut(self) -> None:
-        serials = [*self.clients, *(visitor.serial for visitor in self.visitors)]
+    def _disconnect(self) -> None:
+        serials = [*self.clients, *(connection_owner.serial for connection_owner in self.connection_owners)]
         if not serials:
             return
         serial = self.chance.choice(serials)
         if serial > 0:
-            self.apply(Detach(serial))
+            self.apply(entries.DetachOwner(serial))
         else:
-            self._leave(next(visitor for visitor in self.visitors if visitor.serial == serial))
+            self._close_connection(
+                next(
+                    connection_owner for connection_owner in self.connection_owners if connection_owner.serial == serial
+                )
+            )
 
-    def _come_back(self) -> None:
+    def _resume(self) -> None:
         away = [one for one in self.clients.values() if not self.state.sessions[one.serial].attached]
         known = away if away and self.chance.random() < 0.8 else list(self.clients.values())
         if not known:
@@ -278,7 +267,7 @@ class History:
         client = self.chance.choice(known)
         session = self.state.sessions[client.serial]
         seen = self.chance.randint(0, session.pushed)
-        self.apply(Attach(client.id, session.namespace, seen))
+        self.apply(entries.AttachSession(client.id, session.namespace, seen))
         for number in list(client.sent):
             if client.serial not in self.state.sessions:
                 break
@@ -287,23 +276,23 @@ class History:
 
     def _end(self) -> None:
         if self.clients:
-            self.apply(Detach(self.chance.choice(list(self.clients))))
-            self.apply(End(self.chance.choice([*self.clients, 999])))
+            self.apply(entries.DetachOwner(self.chance.choice(list(self.clients))))
+            self.apply(entries.EndSession(self.chance.choice([*self.clients, 999])))
 
-    def _hang_up(self) -> None:
-        """Do what follows when a session is over or overdue, and forget those that have ended."""
+    def _detach_ended(self) -> None:
+        """Detach sessions that are over, and forget the clients of those that have ended."""
         for one in list(self.state.sessions.values()):
             if one.over and one.attached and self.chance.random() < 0.7:
-                self.apply(Detach(one.serial))
+                self.apply(entries.DetachOwner(one.serial))
         for serial in [serial for serial in self.clients if serial not in self.state.sessions]:
             self.lost.append(self.clients.pop(serial).id)
-        self.visitors = [one for one in self.visitors if one.namespace in self.state.namespaces]
+        self.connection_owners = [one for one in self.connection_owners if one.namespace in self.state.namespaces]
 
     def _request(self, client: Client, session: Session, op: ops.Op) -> None:
-        """Carry out a request as a server does, or drop the connection."""
+        """Execute a request as a server does, or drop the connection."""
         number, kind = op.number, op.__class__
         if session.late and session.overdue and kind is not ops.Confirm:
-            self.apply(Detach(session.serial))
+            self.apply(entries.DetachOwner(session.serial))
             return
         if not kind.changes:
             session.execute(op)
@@ -312,17 +301,17 @@ class History:
             return
         over = kind is not ops.Confirm and number <= session.highest and not session.knows(number)
         if over and self.chance.random() < 0.8:
-            return  # else the server could not know yet that it was confirmed
+            return  # otherwise the server may not know yet that it was confirmed
         if kind is not ops.Confirm:
             client.sent[number] = op
-        entry = Request(session.serial, op)  # type: ignore[arg-type]
+        entry = entries.SessionRequest(session.serial, op)  # type: ignore[arg-type]
         if self.chance.random() < 0.5:
             self.apply(entry)
         else:
             self._log(entry, self._directly)
 
-    def _directly(self, entry: Request) -> Any:
-        """Carry out a request without `apply`, as a server without a log does."""
+    def _directly(self, entry: entries.SessionRequest) -> Any:
+        """Execute a request without `apply`, as a server without a log does."""
         session = self.state.sessions[entry.session]
         answer = session.execute(entry.op)
         self.state.settle(self.state.namespaces[session.namespace].engine)
@@ -341,7 +330,7 @@ class History:
             self._request(client, session, self._make_op(client, session, number))
 
     def _number(self, client: Client, session: Session) -> int:
-        """Return the next number; seldom one that was used, or that a read has which waits."""
+        """Return the next number; sometimes a used one, or that of a waiting read."""
         if client.sent and self.chance.random() < 0.08:
             return self.chance.choice([*client.sent, *session.waiting])
         client.number += 1
@@ -371,7 +360,7 @@ class History:
                 ops.Peek(number, chance.choice(KEYS)),
                 ops.MultiPeek(number, keys),
                 ops.Ping(number),
-                ops.Beat(0),
+                ops.SessionHeartbeat(0),
             )
         )
         self._request(client, session, op)
@@ -390,18 +379,18 @@ class History:
             (lambda: ops.MultiSet(number, [(one, value) for one in self._some_keys()]), 2),
             (lambda: ops.Append(number, key, value), 2),
             (lambda: ops.CompareSet(number, key, chance.choice(VALUES), value), 1),
-            (lambda: ops.Swap(number, key, chance.choice((None, *VALUES)), value), 2),
+            (lambda: ops.CompareSwap(number, key, chance.choice((None, *VALUES)), value), 2),
             (lambda: ops.Delete(number, key), 3),
             (lambda: ops.DeletePrefix(number, chance.choice(PREFIXES)), 3),
             (lambda: ops.Push(number, queue, b"item %d" % number), 7),
             (lambda: ops.Pop(number, queue), 2),
-            (lambda: ops.Take(number, queue, time_s), 6),
-            (lambda: ops.Await(number, chance.choice((*QUEUES, key)), chance.choice((0, 8))), 4),
-            (lambda: ops.Draw(number, queue, chance.choice((0, *session.turns))), 3),
+            (lambda: ops.BlockingPop(number, queue, time_s), 6),
+            (lambda: ops.WaitOrTurn(number, chance.choice((*QUEUES, key)), chance.choice((0, 8))), 4),
+            (lambda: ops.TurnPop(number, queue, chance.choice((0, *session.turns))), 3),
             (lambda: ops.Arrive(number, chance.choice(GATES), chance.randint(0, 4), time_s), 5),
-            (lambda: ops.Lease(number, key, value, chance.choice((0.0, 3.0))), 4),
-            (lambda: ops.Unlease(number, key), 1),
-            (lambda: ops.Watch(number, chance.choice(PREFIXES)), 4),
+            (lambda: ops.SetLease(number, key, value, chance.choice((0.0, 3.0))), 4),
+            (lambda: ops.ReleaseLease(number, key), 1),
+            (lambda: ops.WatchPrefix(number, chance.choice(PREFIXES)), 4),
             (lambda: ops.Drop(number, chance.choice(held)), 5),
             (lambda: self._confirm(session), 6),
             (lambda: ops.Bye(number), 1),
@@ -419,7 +408,7 @@ class History:
     # Shared objects
 
     def _act(self) -> None:
-        """Make a call on a shared object, take one back, or look again; a broken client does so while it waits."""
+        """Make a call on a shared object, withdraw one, or repeat one; a broken client does so while it waits."""
         found = self._any_client()
         if found is None:
             return
@@ -435,7 +424,7 @@ class History:
                 name, member, earlier, made = chance.choice(client.calls)
                 command = self._commands.undo(made.machine.kind, earlier)
             else:
-                machine = self.state.namespaces[session.namespace].objects._machines.get((MACHINES[kind], name))
+                machine = self.state.namespaces[session.namespace].objects.machines.get((MACHINES[kind], name))
                 command = self._commands.make(kind, machine or MACHINES[kind](), member)
             if client.calls and chance.random() < 0.08:  # by mistake: the number of another call
                 call = chance.randint(1, len(client.calls))
@@ -444,13 +433,13 @@ class History:
         self._request(client, session, ops.Act(self._number(client, session), name, member, call, command, time_s))
 
     def _arrivals(self) -> None:
-        """Have several clients come to one object in one message; some have come before, or have no time."""
+        """Let several clients arrive at one object in one message; some again, some with a timeout of zero."""
         chance = self.chance
         kind, name = chance.choice(("barrier", "exchange")), chance.choice(NAMES)
         number = chance.choice(list(self.state.namespaces))
         sessions = [self.state.sessions[one] for one in self.clients]
         here = [one for one in sessions if one.attached and one.namespace == number and not one.over and not one.late]
-        machine = self.state.namespaces[number].objects._machines.get((MACHINES[kind], name)) or MACHINES[kind]()
+        machine = self.state.namespaces[number].objects.machines.get((MACHINES[kind], name)) or MACHINES[kind]()
         made = []
         for one in chance.sample(here, min(len(here), chance.choice((1, 2, 3, 4)))):
             client = self.clients[one.serial]
@@ -464,59 +453,59 @@ class History:
             client.sent[op.number] = op
             made.append((one.serial, op))
         if made:
-            self.apply(Arrivals([serial for serial, _ in made], [op for _, op in made]))
+            self.apply(entries.Arrivals([serial for serial, _ in made], [op for _, op in made]))
 
     def _mostly_own(self, client: Client) -> str:
         return self.chance.choice((*(MEMBERS[client.serial % len(MEMBERS)],) * 5, *MEMBERS))
 
     # PyTorch's clients
 
-    def _visitor_op(self) -> None:
+    def _connection_op(self) -> None:
         chance = self.chance
-        if not self.visitors or (len(self.visitors) < 4 and chance.random() < 0.2):
-            self.visited += 1
+        if not self.connection_owners or (len(self.connection_owners) < 4 and chance.random() < 0.2):
+            self.connections_made += 1
             namespace = self.state.namespaces[chance.choice(list(self.state.namespaces))]
-            self.visitors.append(Visitor(-self.visited, namespace.id, namespace.engine))
-        visitor = chance.choice(self.visitors)
-        op = self._make_visit(visitor)
-        if visitor.changes(op):
-            entry = Visit(visitor.serial, visitor.namespace, op)  # type: ignore[arg-type]
-            answer = self._log(entry, lambda entry: self._visit(visitor, entry.op))
+            self.connection_owners.append(ConnectionOwner(-self.connections_made, namespace.id, namespace.engine))
+        connection_owner = chance.choice(self.connection_owners)
+        op = self._make_connection_op(connection_owner)
+        if connection_owner.changes(op):
+            entry = entries.ConnectionRequest(connection_owner.serial, connection_owner.namespace, op)  # type: ignore[arg-type]
+            answer = self._log(entry, lambda entry: self._execute_for(connection_owner, entry.op))
         else:
-            answer = self._visit(visitor, op)
+            answer = self._execute_for(connection_owner, op)
             self.state.outputs.clear()
         if isinstance(answer, StoreError):
-            self._leave(visitor)
+            self._close_connection(connection_owner)
 
-    def _visit(self, visitor: Visitor, op: ops.Op) -> Any:
-        answer = self.state.visit(visitor, op)
-        self.state.settle(self.state.namespaces[visitor.namespace].engine)
+    def _execute_for(self, connection_owner: ConnectionOwner, op: ops.Op) -> Any:
+        answer = self.state.execute_for(connection_owner, op)
+        self.state.settle(self.state.namespaces[connection_owner.namespace].engine)
         return answer
 
-    def _leave(self, visitor: Visitor) -> None:
-        """Let a client hang up, as a server does that notices it."""
-        self.visitors.remove(visitor)
-        self._drop_read(visitor)
-        if visitor.holds:
-            self.apply(Detach(visitor.serial))
+    def _close_connection(self, connection_owner: ConnectionOwner) -> None:
+        """Close a PyTorch client's connection, as seen by the server."""
+        self.connection_owners.remove(connection_owner)
+        self._drop_read(connection_owner)
+        if connection_owner.holds:
+            self.apply(entries.DetachOwner(connection_owner.serial))
 
-    def _drop_read(self, visitor: Visitor) -> None:
-        if visitor.waiter is not None and visitor.waiter.reads:
-            self.state.namespaces[visitor.namespace].engine.drop(visitor.waiter)
-            visitor.waiter = None
+    def _drop_read(self, connection_owner: ConnectionOwner) -> None:
+        if connection_owner.waiter is not None and connection_owner.waiter.reads:
+            self.state.namespaces[connection_owner.namespace].engine.drop(connection_owner.waiter)
+            connection_owner.waiter = None
 
-    def _make_visit(self, visitor: Visitor) -> ops.Op:
+    def _make_connection_op(self, connection_owner: ConnectionOwner) -> ops.Op:
         chance = self.chance
         key, queue, value = chance.choice(KEYS), chance.choice(QUEUES), chance.choice(VALUES)
-        number = len(self.records) + 1  # larger than all before that left something
+        number = len(self.records) + 1  # larger than every number in use
         makers: tuple[tuple[Callable[[], ops.Op], int], ...] = (
             (lambda: ops.Set(0, key, value), 2),
             (lambda: ops.Add(0, b"g", 1), 1),
             (lambda: ops.MultiSet(0, [(one, value) for one in self._some_keys()]), 1),
             (lambda: ops.Delete(0, key), 1),
             (lambda: ops.Push(0, queue, b"visit %d" % number), 4),
-            (lambda: ops.Draw(0, queue), 4),
-            (lambda: ops.Await(number, chance.choice((*QUEUES, *QUEUES, key))), 8),
+            (lambda: ops.TurnPop(0, queue), 4),
+            (lambda: ops.WaitOrTurn(number, chance.choice((*QUEUES, *QUEUES, key))), 8),
             (lambda: ops.Wait(number, chance.choices(KEYS, k=chance.choice((0, 2, 3))), ops.MAX_WAIT_S), 3),
             (lambda: ops.Arrive(number, chance.choice(GATES), chance.randint(0, 4), ops.MAX_WAIT_S), 4),
             (lambda: ops.Drop(0, 0), 3),
@@ -538,42 +527,42 @@ class History:
             if not waiter.reads
         ]
         if waiting and self.chance.random() < 0.9:
-            self.apply(TimeOut(*self.chance.choice(waiting)))
+            self.apply(entries.TimeOutRequest(*self.chance.choice(waiting)))
         else:  # one that was overtaken
-            self.apply(TimeOut(self.chance.choice([*self.clients, 999, -1]), self.chance.randint(1, 9)))
+            self.apply(entries.TimeOutRequest(self.chance.choice([*self.clients, 999, -1]), self.chance.randint(1, 9)))
 
-    def _lapse(self) -> None:
+    def _expire_lease(self) -> None:
         leases = [
             (one.serial, key, number) for one in self.state.sessions.values() for key, (_, number) in one.ttls.items()
         ]
         if leases:
             serial, key, number = self.chance.choice(leases)
-            self.apply(Lapse(serial, key, number - (self.chance.random() < 0.2)))  # some were overtaken
+            self.apply(entries.ExpireLease(serial, key, number - (self.chance.random() < 0.2)))  # some were overtaken
 
-    def _fire(self) -> None:
+    def _fire_timer(self) -> None:
         timers = [
-            (namespace.id, place[0].kind, place[1], timer[0])
-            for namespace in self.state.namespaces.values()
-            for place, timer in namespace.objects.timers.items()
+            (one.id, place[0].kind, place[1], timer[0])
+            for one in self.state.namespaces.values()
+            for place, timer in one.objects.timers.items()
         ]
         if timers:
-            *where, number = self.chance.choice(timers)
-            self.apply(Fire(*where, number - (self.chance.random() < 0.1)))
+            namespace, kind, name, number = self.chance.choice(timers)
+            self.apply(entries.FireTimer(namespace, kind, name, number - (self.chance.random() < 0.1)))
 
-    def _go_on(self) -> None:
+    def _continue_delete(self) -> None:
         clearing = [one.id for one in self.state.namespaces.values() if one.engine.clearing]
         if clearing or self.chance.random() < 0.1:
-            self.apply(GoOn(self.chance.choice(clearing or [0, 999])))
+            self.apply(entries.ContinueDelete(self.chance.choice(clearing or [0, 999])))
 
-    def _sweep(self) -> None:
+    def _end_idle_turns(self) -> None:
         for namespace in list(self.state.namespaces.values()):
             for turn in namespace.engine.idle_turns():
                 owner: Any = turn.owner
-                self.apply(TimeOut(owner.serial, turn.number))
+                self.apply(entries.TimeOutRequest(owner.serial, turn.number))
 
     def _open_namespace(self) -> None:
         chance = self.chance
-        self.apply(OpenNamespace(chance.choice(("run", "job")), chance.randint(1, 4), chance.choice((None, 1))))
+        self.apply(entries.OpenNamespace(chance.choice(("run", "job")), chance.randint(1, 4), chance.choice((None, 1))))
 
     def _close_namespace(self) -> None:
-        self.apply(CloseNamespace(self.chance.choice([*self.state.namespaces, 999])))
+        self.apply(entries.CloseNamespace(self.chance.choice([*self.state.namespaces, 999])))

@@ -1,4 +1,4 @@
-"""Frames of a connection with channels: any cut of the stream gives the same ones, and what is too large is refused."""
+"""Frames of a connection with channels: decoded alike however the stream is cut; oversized ones are refused."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import pytest
 
 from rallypoint.protocol import BadMessage, channels, native
 from rallypoint.protocol.channels import (
+    ChannelFrame,
     ChannelFrames,
-    Frame,
     close_frame,
     credit_frame,
     data_frames,
@@ -18,13 +18,13 @@ from rallypoint.protocol.channels import (
 )
 
 
-def test_every_cut_of_a_stream_gives_the_same_frames() -> None:
+def test_frames_are_decoded_alike_at_every_cut() -> None:
     stream = data_frames(1, b"ask") + credit_frame(2, 65_536) + data_frames(7, b"") + close_frame(3, "why: ü")
     expected = [
-        Frame(1, channels.DATA, 3, b"ask"),
-        Frame(2, channels.CREDIT, 65_536, b""),
-        Frame(7, channels.DATA, 0, b""),
-        Frame(3, channels.CLOSE, 7, "why: ü".encode()),
+        ChannelFrame(1, channels.DATA, 3, b"ask"),
+        ChannelFrame(2, channels.CREDIT, 65_536, b""),
+        ChannelFrame(7, channels.DATA, 0, b""),
+        ChannelFrame(3, channels.CLOSE, 7, "why: ü".encode()),
     ]
     for cut in range(len(stream) + 1):
         frames = ChannelFrames()
@@ -34,7 +34,7 @@ def test_every_cut_of_a_stream_gives_the_same_frames() -> None:
     assert [frame for byte in stream for frame in frames.feed(bytes([byte]))] == expected
 
 
-def test_what_is_long_goes_in_chunks_between_which_others_fit() -> None:
+def test_long_data_is_sent_in_chunks() -> None:
     data = random.Random(1).randbytes(2 * channels.MAX_CHUNK + 5)
     chunks = list(ChannelFrames().feed(data_frames(4, data)))
     assert [frame.size for frame in chunks] == [channels.MAX_CHUNK, channels.MAX_CHUNK, 5]
@@ -42,7 +42,7 @@ def test_what_is_long_goes_in_chunks_between_which_others_fit() -> None:
     assert {(frame.channel, frame.kind) for frame in chunks} == {(4, channels.DATA)}
 
 
-def test_an_unknown_kind_and_a_chunk_that_is_too_long_are_refused() -> None:
+def test_an_unknown_kind_and_an_oversized_chunk_are_refused() -> None:
     with pytest.raises(BadMessage, match="kind of frame: 6"):
         list(ChannelFrames().feed(b"\1\0\0\0" + (6 << 24).to_bytes(4, "little")))
     with pytest.raises(BadMessage, match="a frame of 65537 bytes, the limit is 65536"):
@@ -51,7 +51,7 @@ def test_an_unknown_kind_and_a_chunk_that_is_too_long_are_refused() -> None:
 
 @pytest.mark.parametrize("size", [0, 5, channels.MAX_CHUNK // 2, channels.MAX_CHUNK // 2 + 1, 3 * channels.MAX_CHUNK])
 @pytest.mark.parametrize("sharers", [1, 2, 128, 129, 300])
-def test_what_is_shared_comes_to_each_channel_behind_its_own_head(sharers: int, size: int) -> None:
+def test_shared_data_reaches_each_channel_behind_its_own_head(sharers: int, size: int) -> None:
     data = random.Random(2).randbytes(size)
     heads = [(7 * number + 1, b"h" * (number % (channels.MAX_HEAD + 1))) for number in range(sharers)]
     frames = list(ChannelFrames().feed(b"".join(shared_frames(heads, data))))
@@ -63,16 +63,16 @@ def test_what_is_shared_comes_to_each_channel_behind_its_own_head(sharers: int, 
     assert got == {number: head + data for number, head in heads}
 
 
-def test_a_shared_frame_that_names_more_channels_than_it_has_is_refused() -> None:
+def test_a_shared_frame_too_short_for_its_channels_is_refused() -> None:
     with pytest.raises(BadMessage, match="too short for 3 channels"):
         split_shared(3, b"\1\0\0\0\0\2\0\0\0\0")
 
 
-def test_a_reason_of_any_length_fits() -> None:
+def test_a_long_reason_is_truncated() -> None:
     (frame,) = ChannelFrames().feed(close_frame(1, "ü" * 5000))
     assert frame.size <= 1024
 
 
-def test_the_prefaces_and_their_answers_are_told_apart() -> None:
+def test_prefaces_and_their_answers_are_distinct() -> None:
     assert len(channels.PREFACE) == len(native.PREFACE) and channels.PREFACE[:-4] == native.PREFACE[:-4]
     assert len({channels.PREFACE[-4:], native.PREFACE[-4:], channels.ACCEPTED, native.ACCEPTED}) == 4

@@ -1,4 +1,4 @@
-"""The key index against a plain sorted list, over random calls on nasty keys; then its costs, counted and not timed.
+"""The key index against a plain sorted list, with random calls on unusual keys; then its costs, counted, not timed.
 
 Small buckets and batches make splits and joins frequent. There is no test with several PYTHONHASHSEEDs: the index uses
 no set, and sorts its only dict.
@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from rallypoint.core.key_index import LONG_KEY_BYTES, MAX_SPLITS, KeyIndex
+from rallypoint.core.index.key_index import LONG_KEY_BYTES, MAX_SPLITS, KeyIndex
 from rallypoint.core.limits import MAX_KEY_BYTES
 
 LONG = b"k" * (MAX_KEY_BYTES - 1)
@@ -32,7 +32,7 @@ SIZES = st.sampled_from([(1, 1), (2, 1), (2, 2), (4, 3), (5, 5), (16, 4), (40, 8
 
 
 def check(index: KeyIndex) -> None:
-    """Assert all that the module head promises, without a query, which would merge the pending keys."""
+    """Assert the rules in the head of the module, without a query, which would merge the pending keys."""
     buckets, bounds = index.buckets, index.bounds
     ordered = [key for bucket in buckets for key in bucket]
     assert ordered == sorted(set(ordered)) and not set(ordered) & set(index.pending)
@@ -113,9 +113,7 @@ TestComparison.settings = settings(max_examples=150, stateful_step_count=40)
 
 
 @given(st.sets(KEYS, max_size=40), st.lists(KEYS, max_size=8), SIZES)
-def test_every_prefix_of_a_built_index_is_answered_as_by_a_scan(
-    keys: set[bytes], prefixes: list[bytes], sizes: tuple[int, int]
-) -> None:
+def test_prefix_queries_equal_a_scan(keys: set[bytes], prefixes: list[bytes], sizes: tuple[int, int]) -> None:
     index = KeyIndex(keys, bucket_size=sizes[0], batch_size=sizes[1])
     for prefix in [*NASTY, *prefixes]:
         expected = starting(sorted(keys), prefix)
@@ -125,9 +123,10 @@ def test_every_prefix_of_a_built_index_is_answered_as_by_a_scan(
 
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.parametrize(("bucket_size", "batch_size"), [(16, 3), (64, 8), (200, 200)])
-def test_growing_and_shrinking_by_thousands_of_keys(seed: int, bucket_size: int, batch_size: int) -> None:
+def test_the_index_stays_sound_while_it_grows_and_shrinks(seed: int, bucket_size: int, batch_size: int) -> None:
     rng = random.Random(seed)
-    index, model = KeyIndex(bucket_size=bucket_size, batch_size=batch_size), []
+    index = KeyIndex(bucket_size=bucket_size, batch_size=batch_size)
+    model: list[bytes] = []
     for phase, chance in enumerate([0.9, 0.1, 0.7, 0.5, 0.05]):
         for _ in range(1500):
             key = b"%d/%x" % (rng.randrange(20), rng.getrandbits(16))
@@ -281,3 +280,34 @@ def test_the_first_keys_of_many_are_copied_alone() -> None:
     finally:
         tracemalloc.stop()
     assert peak < 32_000  # all keys would be 256,000 bytes
+
+
+def test_a_repeated_count_visits_no_bucket_again() -> None:
+    class Bucket(list[bytes]):
+        measured = 0
+
+        def __len__(self) -> int:
+            Bucket.measured += 1
+            return super().__len__()
+
+    index = KeyIndex((b"k%05d" % number for number in range(1000)), bucket_size=8, batch_size=4)
+    index.buckets = [Bucket(bucket) for bucket in index.buckets]
+    assert index.count(b"k") == 1000
+    Bucket.measured = 0
+    assert index.count(b"k") == 1000 and index.count(b"k009") == 100
+    assert Bucket.measured < 50, "a search looks at a few buckets, a count of all would look at 250"
+
+
+def test_counts_follow_changes_in_between() -> None:
+    chance = random.Random(1)
+    index, model = KeyIndex(bucket_size=8, batch_size=2), set[bytes]()
+    for _ in range(4000):
+        key = b"%03d" % chance.randrange(600)
+        if key in model:
+            model.remove(key)
+            index.discard(key)
+        else:
+            model.add(key)
+            index.add(key)
+        prefix = b"%d" % chance.randrange(6)
+        assert index.count(prefix) == sum(one.startswith(prefix) for one in model)

@@ -1,4 +1,4 @@
-"""Our wire protocol: frames however they are cut, and bytes that make no sense, which harm neither end."""
+"""The native protocol: frames however the stream is cut, and invalid bytes, which harm neither end."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.core import lock, ops
-from rallypoint.core.entries import End
-from rallypoint.core.machine import Disconnected, Waiting
-from rallypoint.core.records import Event, Status
+from rallypoint.core import ops
+from rallypoint.core.entries import EndSession
+from rallypoint.core.machines import lock
+from rallypoint.core.machines.machine import Disconnected, Waiting
+from rallypoint.core.records import Event, ReplyStatus
 from rallypoint.errors import NotAnInteger, ServerRestarted, SessionLost, StoreError, StoreFull
 from rallypoint.protocol import BadMessage, native
-from rallypoint.protocol import client as client_module
-from rallypoint.protocol.client import Client, Reply
+from rallypoint.protocol import native_client as client_module
 from rallypoint.protocol.native import Frames, Hello, Welcome, frame
+from rallypoint.protocol.native_client import ClientProtocol, Reply
 from rallypoint.protocol.reported_errors import error_of
 from rallypoint.server.server import StoreServer
 
-from .fakes import Clock, FakeConnection, new_server, value_of, waiting
+from .fake_server import Clock, FakeConnection, new_server, value_of, waiting
 
 LIMIT = 1 << 20
 
@@ -34,23 +35,24 @@ def pieces(data: bytes, cuts: list[int]) -> list[bytes]:
     return [data[start:stop] for start, stop in pairwise(at)]
 
 
-class Caller:
-    """A connection to a server of its own, or to a given one, which has said hello."""
+class NativeHarness:
+    """A connection that has said hello, to a new server or a given one."""
 
     def __init__(self, greeted: bool = True, server: StoreServer | None = None) -> None:
         self.server = server or new_server(limit=LIMIT)
         self.engine = self.server.state.namespaces[0].engine
         self.sent = b""
-        self._connection: Any = FakeConnection(Clock(), self._hear)
-        self._connection.handler = self.server.native_handler(self._connection)
+        connection: Any = FakeConnection(Clock(), self._deliver)
+        connection.handler = self.server.native_handler(connection)
+        self._connection = connection
         if greeted:
             self.receive(frame(Hello(native.VERSION, "test")))
 
-    def _hear(self, data: bytes) -> None:
+    def _deliver(self, data: bytes) -> None:
         self.sent += data
 
     def receive(self, data: bytes) -> bytes:
-        """Carry bytes to the server, and return what it sent."""
+        """Deliver bytes to the server, and return its replies."""
         self._connection.receive(data)
         sent, self.sent = self.sent, b""
         return sent
@@ -91,45 +93,45 @@ def test_a_frame_past_the_limit_is_refused_by_its_length(cut: int | None) -> Non
 
 
 def test_the_sole_answer_is_taken_and_settled() -> None:
-    client = Client("test")
+    client = ClientProtocol("test")
     number, _ = client.number, client.ask(ops.Add(0, b"/n", 1))
-    assert client.sole(frame((number, Status.OK, 1)), number) == Reply(number, Status.OK, 1)
+    assert client.sole(frame((number, ReplyStatus.OK, 1)), number) == Reply(number, ReplyStatus.OK, 1)
     assert client.repeat(0.0) == b""
 
 
-TIMED: dict[type[ops.Op], tuple[Any, ...]] = {
+TIMED: dict[type[Any], tuple[Any, ...]] = {
     ops.Get: (b"/k",),
     ops.Wait: ([b"/k"],),
     ops.MultiGet: ([b"/k"],),
-    ops.Take: (b"/q",),
+    ops.BlockingPop: (b"/q",),
     ops.Arrive: (b"/b", 2),
-    ops.Act: (b"/l", "m", 7, lock.Acquire()),
+    ops.Act: (b"/l", "m", 7, lock.LockAcquire()),
 }
 
 
 @pytest.mark.parametrize("kind", TIMED)
-def test_a_request_that_waits_is_repeated_with_the_time_that_is_left(kind: type[ops.Op]) -> None:
-    client = Client("test")
+def test_a_blocking_request_is_repeated_with_the_remaining_time(kind: type[Any]) -> None:
+    client = ClientProtocol("test")
     sent = client.ask(kind(0, *TIMED[kind], 5.0), 105.0)
     assert sent == frame(kind(1, *TIMED[kind], 5.0))
     for now, left_s in ((99.0, 5.0), (100.0, 5.0), (102.0, 3.0), (105.0, 0.0), (1e9, 0.0)):
         assert client.repeat(now) == frame(kind(1, *TIMED[kind], left_s))
 
 
-def test_what_answers_at_once_is_repeated_as_it_was() -> None:
-    client = Client("test")
-    sent = client.ask(ops.Add(0, b"/n", 1)) + client.ask(ops.Watch(0, b"/w"))
-    sent += client.ask(ops.Lease(0, b"/l", b"", 9.0))
+def test_a_request_without_a_timeout_is_repeated_unchanged() -> None:
+    client = ClientProtocol("test")
+    sent = client.ask(ops.Add(0, b"/n", 1)) + client.ask(ops.WatchPrefix(0, b"/w"))
+    sent += client.ask(ops.SetLease(0, b"/l", b"", 9.0))
     assert client.repeat(1e9) == sent
 
 
 NOT_SOLE = {
     "nothing": b"",
-    "a part": frame((1, Status.OK, 1))[:-1],
+    "a part": frame((1, ReplyStatus.OK, 1))[:-1],
     "a part of the length": b"\5\0\0",
-    "more": frame((1, Status.OK, 1)) + b"x",
-    "two": frame((1, Status.OK, 1)) * 2,
-    "another's": frame((2, Status.OK, 1)),
+    "more": frame((1, ReplyStatus.OK, 1)) + b"x",
+    "two": frame((1, ReplyStatus.OK, 1)) * 2,
+    "another's": frame((2, ReplyStatus.OK, 1)),
     "a push": frame((0, 1, (1, 1, b"/k", b"v"))),
     "garbage": b"\1\0\0\0\xc1",
     "an empty frame": b"\0\0\0\0",
@@ -137,39 +139,39 @@ NOT_SOLE = {
 
 
 @pytest.mark.parametrize("name", NOT_SOLE)
-def test_what_is_not_the_sole_answer_is_left_to_receive(name: str) -> None:
-    client = Client("test")
+def test_data_other_than_the_sole_answer_is_left_to_receive(name: str) -> None:
+    client = ClientProtocol("test")
     number, request = client.number, client.ask(ops.Add(0, b"/n", 1))
     assert client.sole(NOT_SOLE[name], number) is None
     assert client.repeat(0.0) == request
 
 
-def test_an_answer_that_comes_behind_half_of_another_is_left_to_receive() -> None:
-    client = Client("test")
+def test_an_answer_behind_an_incomplete_frame_is_left_to_receive() -> None:
+    client = ClientProtocol("test")
     number, _ = client.number, client.ask(ops.Add(0, b"/n", 1))
     half, rest = frame((0, 1, (1, 1, b"/k", b"v")))[:6], frame((0, 1, (1, 1, b"/k", b"v")))[6:]
     assert client.receive(half) == []
     assert client.sole(rest, number) is None
-    assert [reply.number for reply in client.receive(rest + frame((number, Status.OK, 1)))] == [0, number]
+    assert [reply.number for reply in client.receive(rest + frame((number, ReplyStatus.OK, 1)))] == [0, number]
 
 
-def test_an_answer_that_came_before_is_not_taken_again() -> None:
-    client = Client("test")
+def test_a_repeated_answer_is_not_the_sole_answer() -> None:
+    client = ClientProtocol("test")
     number, _ = client.number, client.ask(ops.Add(0, b"/n", 1))
-    answer = frame((number, Status.OK, 1))
+    answer = frame((number, ReplyStatus.OK, 1))
     assert client.sole(answer, number) is not None
     assert client.sole(answer, number) is None
 
 
 @given(st.lists(st.binary(max_size=30), min_size=1, max_size=6), st.lists(st.integers(0, 500), max_size=6))
 def test_the_client_reads_answers_however_they_are_cut(values: list[bytes], cuts: list[int]) -> None:
-    client = Client("test")
-    data = b"".join(frame((number, Status.OK, value)) for number, value in enumerate(values, 1))
+    client = ClientProtocol("test")
+    data = b"".join(frame((number, ReplyStatus.OK, value)) for number, value in enumerate(values, 1))
     out = [reply for piece in pieces(data, cuts) for reply in client.receive(piece)]
-    assert out == [Reply(number, Status.OK, value) for number, value in enumerate(values, 1)]
+    assert out == [Reply(number, ReplyStatus.OK, value) for number, value in enumerate(values, 1)]
 
 
-# Bytes that make no sense
+# Invalid bytes
 
 
 @given(st.binary(max_size=60), st.lists(st.integers(0, 100), max_size=4))
@@ -178,7 +180,7 @@ def test_random_bytes_do_not_harm_the_server(noise: bytes, cuts: list[int]) -> N
     engine = server.state.namespaces[0].engine
     engine.put(b"/k", b"v")
     for greeted in (False, True):
-        victim = Caller(greeted, server)
+        victim = NativeHarness(greeted, server)
         try:
             for piece in pieces(noise, cuts):
                 victim.receive(piece)
@@ -190,12 +192,12 @@ def test_random_bytes_do_not_harm_the_server(noise: bytes, cuts: list[int]) -> N
 
 @given(st.binary(max_size=60))
 def test_a_random_payload_is_answered_or_refused(payload: bytes) -> None:
-    victim = Caller()
+    victim = NativeHarness()
     try:
         victim.receive(len(payload).to_bytes(4, "little") + payload)
     except BadMessage:
         return
-    assert replies(victim.receive(frame(ops.Ping(1 << 40)))) == [[1 << 40, Status.OK, None]]
+    assert replies(victim.receive(frame(ops.Ping(1 << 40)))) == [[1 << 40, ReplyStatus.OK, None]]
 
 
 REQUESTS = [
@@ -203,8 +205,8 @@ REQUESTS = [
     ops.Get(7, b"/k", 0.0),
     ops.Add(7, b"/n", 2),
     ops.MultiSet(7, [(b"/a", b"1"), (b"/b", b"2")]),
-    ops.Swap(7, b"/k", None, b"w"),
-    ops.Take(7, b"/q", 5.0),
+    ops.CompareSwap(7, b"/k", None, b"w"),
+    ops.BlockingPop(7, b"/q", 5.0),
     ops.Arrive(7, b"/b", 2, 5.0),
     ops.Drop(7, 3),
     ops.Confirm(0, 3, [2], 1),
@@ -216,7 +218,7 @@ REQUESTS = [
 def test_a_mutated_request_does_not_harm_the_server(request: Any, at: int, byte: int) -> None:
     payload = bytearray(msgspec.msgpack.encode(request))
     payload[at % len(payload)] = byte
-    victim = Caller()
+    victim = NativeHarness()
     try:
         victim.receive(len(payload).to_bytes(4, "little") + payload)
         victim.receive(frame(ops.Ping(1 << 62)))
@@ -224,41 +226,41 @@ def test_a_mutated_request_does_not_harm_the_server(request: Any, at: int, byte:
         pass
     victim.end()
     for serial in list(victim.server.state.sessions):
-        victim.server.state.apply(End(serial))
-    assert waiting(victim.engine) == 0 and victim.server.state.budget.kept == 0
+        victim.server.state.apply(EndSession(serial))
+    assert waiting(victim.engine) == 0 and victim.server.state.memory.kept == 0
 
 
 @given(st.binary(max_size=60))
 def test_a_random_payload_does_not_harm_the_client(payload: bytes) -> None:
-    client = Client("test")
+    client = ClientProtocol("test")
     number, _ = client.number, client.ask(ops.Set(0, b"/k", b"v"))
     try:
         for reply in client.receive(len(payload).to_bytes(4, "little") + payload):
             client.expects(reply)
             if not reply.number:
                 reply.event()
-            elif reply.status == Status.ERROR:
+            elif reply.status == ReplyStatus.ERROR:
                 assert isinstance(error_of(reply, "store"), StoreError)
     except BadMessage:
         pass
     assert client.repeat(0.0) == frame(ops.Set(number, b"/k", b"v"))
 
 
-def welcomed(client: Client, server: bytes, *said: object) -> float:
-    return client.welcome(Reply(0, Status.OK, [native.VERSION, server, b"session", 2.0, False, *said]), "a:1")
+def welcomed(client: ClientProtocol, server: bytes, *more: object) -> float:
+    return client.welcome(Reply(0, ReplyStatus.OK, [native.VERSION, server, b"session", 2.0, False, *more]), "a:1")
 
 
-def test_a_session_lasts_for_its_grace_or_as_long_as_the_server_may_be_away() -> None:
-    client = Client("test")
-    for said, away_s in (((), 2.0), ((0.0,), 2.0), ((60.0,), 60.0), ((0.5,), 2.0)):
-        assert welcomed(client, b"server", *said) == away_s
+def test_a_session_lasts_for_the_longer_of_grace_and_recovery_time() -> None:
+    client = ClientProtocol("test")
+    for recovery, lasts_s in (((), 2.0), ((0.0,), 2.0), ((60.0,), 60.0), ((0.5,), 2.0)):
+        assert welcomed(client, b"server", *recovery) == lasts_s
 
 
-def test_a_client_takes_only_the_server_that_it_was_told_of() -> None:
-    client = Client("test", b"server")
-    with pytest.raises(ServerRestarted, match="its identity is another"):
+def test_a_client_refuses_a_server_with_another_identity() -> None:
+    client = ClientProtocol("test", b"server")
+    with pytest.raises(ServerRestarted, match="its identity has changed"):
         welcomed(client, b"stranger")
-    assert client.greet() == Client("test").greet(), "it has no session there"
+    assert client.greet() == ClientProtocol("test").greet(), "it has no session there"
     assert welcomed(client, b"server") == 2.0
 
 
@@ -268,26 +270,26 @@ DEEP, BAD_TEXT = b"\x91" * 100_000, b"\xa2\xff\xff"
 @pytest.mark.parametrize("payload", [DEEP, b"\x93\x19\x07" + DEEP, BAD_TEXT, b"\x93\x01\x07" + BAD_TEXT, b"\xc1", b""])
 def test_nesting_and_bad_text_are_refused(payload: bytes) -> None:
     data = len(payload).to_bytes(4, "little") + payload
-    with contextlib.suppress(BadMessage):  # with a number it is answered, and nothing of the rest is looked at
-        assert b"Misunderstood" in Caller().receive(data)
+    with contextlib.suppress(BadMessage):  # a request with a readable number is answered by an error
+        assert b"Misunderstood" in NativeHarness().receive(data)
     with pytest.raises(BadMessage):
-        Caller(greeted=False).receive(data)
+        NativeHarness(greeted=False).receive(data)
     with pytest.raises(BadMessage):
-        Client("test").receive(data)
+        ClientProtocol("test").receive(data)
 
 
-def test_a_greeting_with_a_name_that_is_no_text_is_refused() -> None:
+def test_a_hello_with_an_invalid_name_is_refused() -> None:
     payload = b"\x92\x01\xa2\xff\xff"
-    with pytest.raises(BadMessage, match="not a greeting"):
-        Caller(greeted=False).receive(b"\x05\0\0\0" + payload)
+    with pytest.raises(BadMessage, match="malformed hello"):
+        NativeHarness(greeted=False).receive(b"\x05\0\0\0" + payload)
 
 
 WRONG = {
     "no such operation": ([99, 7, b"/k"], "99"),
     "a text for a key": ([1, 7, "/k", b"v"], "bytes"),
     "a missing argument": ([1, 7, b"/k"], "length"),
-    "no time at all": ([2, 7, b"/k", -1.0], "0.0"),
-    "no number for a time": ([2, 7, b"/k", float("nan")], ""),
+    "a negative time": ([2, 7, b"/k", -1.0], "0.0"),
+    "a time that is not a number": ([2, 7, b"/k", float("nan")], ""),
     "an endless time": ([2, 7, b"/k", float("inf")], "1000000000"),
     "a fraction to add": ([3, 7, b"/n", 1.5], "int"),
     "more than 64 bits": ([3, 7, b"/n", 2**63], "9223372036854775807"),
@@ -298,27 +300,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_request_that_makes_no_sense_is_answered_by_why(name: str) -> None:
+def test_an_invalid_request_is_answered_with_the_reason(name: str) -> None:
     body, why = WRONG[name]
-    victim = Caller()
+    victim = NativeHarness()
     ((number, status, (kind, fields)),) = replies(victim.receive(frame(body)))
-    assert (number, status, kind) == (7, Status.ERROR, "Misunderstood")
+    assert (number, status, kind) == (7, ReplyStatus.ERROR, "Misunderstood")
     assert why in fields["why"]
     held = victim.engine.statistics()
     assert (held.keys, held.waiters) == (0, 0)
-    assert replies(victim.receive(frame(ops.Add(8, b"/n", 1)))) == [[8, Status.OK, 1]]
-    assert replies(victim.receive(frame(body)))[0][1] == Status.ERROR, "and repeated, it is as wrong"
+    assert replies(victim.receive(frame(ops.Add(8, b"/n", 1)))) == [[8, ReplyStatus.OK, 1]]
+    assert replies(victim.receive(frame(body)))[0][1] == ReplyStatus.ERROR, "repeated, it is still invalid"
 
 
 @pytest.mark.parametrize("number", [0, -1])
 @pytest.mark.parametrize("kind", [ops.Ping, ops.Bye])
 def test_a_request_needs_a_number(number: int, kind: type[ops.Op]) -> None:
-    with pytest.raises(BadMessage, match="count from 1"):
-        Caller().receive(frame(kind(number)))
+    with pytest.raises(BadMessage, match="start at 1"):
+        NativeHarness().receive(frame(kind(number)))
 
 
-def test_what_a_server_says_of_a_wait_is_what_clients_of_every_version_read() -> None:
-    assert Waiting._fields == ("reason", "missing", "withdrawn", "waited_s", "stands_by")
+def test_the_fields_of_a_wait_s_reason_are_stable() -> None:
+    assert Waiting._fields == ("reason", "missing", "withdrawn", "waited_s", "is_spare")
     assert Disconnected("the server is down")._replace(waited_s=3.0) == Waiting("the server is down", waited_s=3.0)
     assert isinstance(Disconnected("")._replace(waited_s=3.0), Disconnected)
 
@@ -327,39 +329,39 @@ def test_what_a_server_says_of_a_wait_is_what_clients_of_every_version_read() ->
 
 
 @pytest.mark.parametrize("result", [None, 5, [], ["NotAnInteger"], ["NotAnInteger", {}], [{}, {}], ["X", None], "ab"])
-def test_an_error_that_makes_no_sense_is_still_one(result: Any) -> None:
-    error = error_of(Reply(1, Status.ERROR, result), "tcp://here:1")
+def test_a_malformed_error_is_still_an_error(result: Any) -> None:
+    error = error_of(Reply(1, ReplyStatus.ERROR, result), "tcp://here:1")
     assert type(error) is StoreError
     assert "tcp://here:1 refused" in str(error)
 
 
-def test_errors_come_back_as_what_they_were() -> None:
-    error = error_of(Reply(1, Status.ERROR, ["NotAnInteger", {"key": "/n", "value": b"x"}]), "s")
+def test_errors_keep_their_class_and_fields_over_the_protocol() -> None:
+    error = error_of(Reply(1, ReplyStatus.ERROR, ["NotAnInteger", {"key": "/n", "value": b"x"}]), "s")
     assert isinstance(error, NotAnInteger) and (error.key, error.value) == ("n", b"x")
-    full = error_of(Reply(1, Status.ERROR, ["StoreFull", {"key": "/n", "size": 5, "limit": 4}]), "s")
+    full = error_of(Reply(1, ReplyStatus.ERROR, ["StoreFull", {"key": "/n", "size": 5, "limit": 4}]), "s")
     assert isinstance(full, StoreFull) and full.limit == 4
-    assert "Misunderstood" in str(error_of(Reply(1, Status.ERROR, ["Misunderstood", {"why": "so"}]), "s"))
+    assert "Misunderstood" in str(error_of(Reply(1, ReplyStatus.ERROR, ["Misunderstood", {"why": "so"}]), "s"))
 
 
 @pytest.mark.parametrize("result", [None, 5, [], [1, b"a"], ["a", b"", b"", 0.0, True], {"a": 1}])
-@pytest.mark.parametrize("status", [Status.OK, Status.REFUSED])
-def test_a_welcome_that_makes_no_sense_is_refused(status: int, result: Any) -> None:
+@pytest.mark.parametrize("status", [ReplyStatus.OK, ReplyStatus.REFUSED])
+def test_a_malformed_welcome_is_refused(status: int, result: Any) -> None:
     with pytest.raises(BadMessage):
-        Client("test").welcome(Reply(0, status, result), "peer")
+        ClientProtocol("test").welcome(Reply(0, status, result), "peer")
 
 
-def test_a_lost_session_and_another_server_are_told_apart() -> None:
-    client = Client("test")
+def test_a_lost_session_and_another_server_raise_different_errors() -> None:
+    client = ClientProtocol("test")
     welcome = msgspec.to_builtins(Welcome(1, b"server", b"id", 2.0, False), builtin_types=[bytes])
-    assert client.welcome(Reply(0, Status.OK, welcome), "peer") == 2.0
+    assert client.welcome(Reply(0, ReplyStatus.OK, welcome), "peer") == 2.0
     with pytest.raises(SessionLost, match="gone for good"):
-        client.welcome(Reply(0, Status.REFUSED, [b"server", "gone for good"]), "peer")
+        client.welcome(Reply(0, ReplyStatus.REFUSED, [b"server", "gone for good"]), "peer")
     with pytest.raises(ServerRestarted, match="gone for good"):
-        client.welcome(Reply(0, Status.REFUSED, [b"other", "gone for good"]), "peer")
+        client.welcome(Reply(0, ReplyStatus.REFUSED, [b"other", "gone for good"]), "peer")
 
 
-def test_pushes_are_seen_once() -> None:
-    client = Client("test")
+def test_repeated_pushes_are_ignored() -> None:
+    client = ClientProtocol("test")
     pushes = [Reply(0, number, [1, number, b"/k", b"v"]) for number in (1, 2, 1, 2, 3)]
     new = []
     for push in pushes:
@@ -370,18 +372,18 @@ def test_pushes_are_seen_once() -> None:
 
 
 @pytest.mark.parametrize("result", [None, 3, [], [1, 2, b"/k"], ["1", 2, b"/k", None], [1, 2, "/k", None]])
-def test_a_push_that_makes_no_sense_is_refused(result: Any) -> None:
-    with pytest.raises(BadMessage, match="push makes no sense"):
+def test_a_malformed_push_is_refused(result: Any) -> None:
+    with pytest.raises(BadMessage, match="malformed push from server"):
         Reply(0, 1, result).event()
 
 
-def test_answers_are_confirmed_after_a_while_and_open_requests_are_not() -> None:
-    client = Client("test")
-    waiting, _ = client.number, client.ask(ops.Take(0, b"/q", 5.0))
+def test_answers_are_confirmed_in_batches_without_open_requests() -> None:
+    client = ClientProtocol("test")
+    waiting, _ = client.number, client.ask(ops.BlockingPop(0, b"/q", 5.0))
     sent = b""
     for _ in range(client_module.CONFIRM_EVERY + 1):
         number, sent = client.number, client.ask(ops.Add(0, b"/n", 1))
-        for reply in client.receive(frame((number, Status.OK, 1))):
+        for reply in client.receive(frame((number, ReplyStatus.OK, 1))):
             client.settle(reply)
     confirm, add = replies(sent)
     assert confirm == [24, 0, number - 1, [waiting], 0]

@@ -1,83 +1,84 @@
 """The rendezvous machine, rule by rule.
 
-`Meeting` does what a host does: it numbers calls and changes, tells those who are woken, and after every step takes the
-state through its written form and applies the call a second time, which must change nothing.
+`RendezvousHarness` acts as a host: it numbers calls and changes, and rechecks woken calls. After every step it encodes
+and decodes the state, and applies the call a second time, which must change nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import msgspec
 import pytest
+from tests.core.round_answer import Round
 
-from rallypoint.core.gathering import Limits
-from rallypoint.core.machine import WAIT, Call, Command, Done, Refused, Step, Undo
-from rallypoint.core.rendezvous import Close, Join, Leave, Look, Open, Rendezvous, Watch, Withdraw
-
-
-class Round(NamedTuple):
-    """What a node is told of its round."""
-
-    run: int
-    number: int
-    scope: int
-    rank: int
-    size: int
-    first: Any
-    before: int
-    reason: str
+from rallypoint.core.machines.machine import WAIT, Call, Command, Done, Refused, Step, Undo
+from rallypoint.core.machines.rendezvous import (
+    RendezvousClose,
+    RendezvousJoin,
+    RendezvousLeave,
+    RendezvousMachine,
+    RendezvousQuery,
+    RendezvousReopen,
+    RendezvousWatch,
+    RendezvousWithdraw,
+)
+from rallypoint.core.policy.round_policy import NodeLimits
 
 
-class Meeting:
-    """A rendezvous and its nodes; a node is in the session of its name unless another is given."""
+class RendezvousHarness:
+    """A rendezvous and its nodes; by default, the session of a node has the node's name."""
 
     def __init__(self, least: int = 2, most: int = 4, last_call_s: float = 5.0) -> None:
-        self.machine = Rendezvous()
-        self.limits = Limits(least, most, last_call_s)
+        self.machine = RendezvousMachine()
+        self.limits = NodeLimits(least, most, last_call_s)
         self.stamp = self.number = 0
         self.calls: dict[str, tuple[Call, Command]] = {}
-        self.told: dict[str, Any] = {}
-        """What became of the last call of each node and watcher: a Round, a reason, a refusal, or WAIT."""
+        self.results: dict[str, Any] = {}
+        """The result of the last call of each node and watcher: a Round, a reason, a refusal, or WAIT."""
 
-    def join(self, name: str, session: str = "", former: tuple[str, ...] = (), **card: Any) -> Any:
-        card.setdefault("limits", self.limits)
-        return self._do(name, session, Join(**card), former)
+    def join(self, name: str, session: str = "", former: tuple[str, ...] = (), **join_args: Any) -> Any:
+        join_args.setdefault("limits", self.limits)
+        return self._do(name, session, RendezvousJoin(**join_args), former)
+
+    def join_all(self, names: str) -> None:
+        for name in names.split():
+            self.join(name)
 
     def watch(self, name: str, scope: int | None = None) -> Any:
-        return self._do(f"watch {name}", name, Watch(self.machine.scope if scope is None else scope))
+        return self._do(f"watch {name}", name, RendezvousWatch(self.machine.scope if scope is None else scope))
 
     def close(self, result: str = "done", reason: str = "all epochs trained") -> Any:
-        return self._do("closer", "", Close(result, reason))
+        return self._do("closer", "", RendezvousClose(result, reason))
 
-    def open(self) -> Any:
-        return self._do("opener", "", Open())
+    def reopen(self) -> Any:
+        return self._do("opener", "", RendezvousReopen())
 
-    def leave(self, name: str, undo: type[Undo] = Leave, **how: Any) -> Any:
+    def leave(self, name: str, undo: type[Undo] = RendezvousLeave, **how: Any) -> Any:
         call, _ = self.calls[name]
         return self._apply(Call(name, call.session, self._next()), undo(call.number, **how))
 
-    def lost(self, session: str) -> None:
-        self._did(self.machine.lost(session, self.stamp + 1))
+    def end_session(self, session: str) -> None:
+        self._did(self.machine.session_ended(session, self.stamp + 1))
 
-    def ring(self) -> None:
-        assert self.machine.alarm is not None
-        self._did(self.machine.ring(self.machine.alarm[0], self.stamp + 1))
+    def fire_timer(self) -> None:
+        assert self.machine.timer is not None
+        self._did(self.machine.on_timer(self.machine.timer[0], self.stamp + 1))
 
-    def why(self, name: str) -> Any:
-        return self.machine.why(self.calls[name][0])
+    def explain(self, name: str) -> Any:
+        return self.machine.explain(self.calls[name][0])
 
-    def look(self, scope: int = 0) -> Any:
-        outcome = self.machine.apply(Call("x", "x", 0), Look(scope), 0).outcome
+    def query(self, scope: int = 0) -> Any:
+        outcome = self.machine.apply(Call("x", "x", 0), RendezvousQuery(scope), 0).outcome
         assert isinstance(outcome, Done)
         return outcome.answer
 
     def ranks(self) -> dict[str, int]:
-        """Return the ranks of the round that stands, as its nodes were told."""
-        assert self.look()["phase"] == "formed", self.look()
-        told = {name: self.told[name] for name in self.machine.nodes}
-        assert {one.scope for one in told.values()} == {self.machine.scope}
-        return dict(sorted(((name, one.rank) for name, one in told.items()), key=lambda item: item[1]))
+        """Return the ranks of the current round, from the results of its nodes."""
+        assert self.query()["phase"] == "formed", self.query()
+        result = {name: self.results[name] for name in self.machine.nodes}
+        assert {one.scope for one in result.values()} == {self.machine.scope}
+        return dict(sorted(((name, one.rank) for name, one in result.items()), key=lambda item: item[1]))
 
     def _next(self) -> int:
         self.number += 1
@@ -86,508 +87,499 @@ class Meeting:
     def _do(self, name: str, session: str, command: Command, former: tuple[str, ...] = ()) -> Any:
         call = Call(name, session or name, self._next(), "host:1", former)
         self.calls[name] = call, command
-        self.told[name] = self._apply(call, command)
-        return self.told[name]
+        self.results[name] = self._apply(call, command)
+        return self.results[name]
 
     def _apply(self, call: Call, command: Command) -> Any:
         step = self._did(self.machine.apply(call, command, self.stamp + 1))
         again = self.machine.apply(call, command, self.stamp + 1)
         assert not again.changed and not list(again.woken)
-        if not isinstance(command, (Undo, Close, Open)) and not isinstance(step.outcome, Refused):
+        if not isinstance(command, (Undo, RendezvousClose, RendezvousReopen)) and not isinstance(step.outcome, Refused):
             assert again.outcome == step.outcome
         return _plain(step)
 
     def _did(self, step: Step) -> Step:
         for form in (msgspec.json, msgspec.msgpack):
-            read = form.decode(form.encode(self.machine), type=Rendezvous)
+            read = form.decode(form.encode(self.machine), type=RendezvousMachine)
             assert read == self.machine
             self.machine = read
         self.stamp += step.changed
         asked = {call.id: (name, call, command) for name, (call, command) in self.calls.items()}
         for woken in step.woken:
             name, call, command = asked[woken.id]
-            assert self.told[name] is WAIT
+            assert self.results[name] is WAIT
             looked = self.machine.apply(call, command, self.stamp + 1)
             assert looked.outcome is not WAIT and not looked.changed
-            self.told[name] = _plain(looked)
+            self.results[name] = _plain(looked)
         for call in step.dropped:
-            assert not self.machine.keeps(call.id)
+            assert not self.machine.holds(call.id)
         return step
 
 
 def _plain(step: Step) -> Any:
-    """Return what a call came to: an answer (a round as such), a refusal, or WAIT."""
+    """Return the result of a call: an answer (a round as a Round), a refusal, or WAIT."""
     if not isinstance(step.outcome, Done):
         return step.outcome
     answer = step.outcome.answer
     return Round(*answer) if isinstance(answer, list) and len(answer) == 8 else answer
 
 
-def meeting_of(names: str, least: int = 2, most: int = 4, last_call_s: float = 5.0) -> Meeting:
-    """Return one in which a round of these nodes stands."""
-    meeting = Meeting(least, most, last_call_s)
-    for name in names.split():
-        meeting.join(name)
-    if meeting.machine.alarm is not None:
-        meeting.ring()
-    assert list(meeting.ranks()) == names.split()
-    return meeting
+def harness_of(names: str, least: int = 2, most: int = 4, last_call_s: float = 5.0) -> RendezvousHarness:
+    """Return a harness in which these nodes have formed a round."""
+    harness = RendezvousHarness(least, most, last_call_s)
+    harness.join_all(names)
+    if harness.machine.timer is not None:
+        harness.fire_timer()
+    assert list(harness.ranks()) == names.split()
+    return harness
 
 
 # When a round is formed
 
 
-def test_a_round_of_all_is_formed_at_once() -> None:
-    meeting = Meeting(2, 3)
-    assert meeting.join("a", address="10.0.0.1") is WAIT
-    assert meeting.join("b") is WAIT
-    told = meeting.join("c")
-    assert told[1:2] + told[3:] == (1, 2, 3, ("a", "10.0.0.1"), 0, "all 3 nodes are here")
-    assert meeting.ranks() == {"a": 0, "b": 1, "c": 2}
-    assert meeting.machine.alarm is None
+def test_a_full_round_is_formed_at_once() -> None:
+    harness = RendezvousHarness(2, 3)
+    assert harness.join("a", address="10.0.0.1") is WAIT
+    assert harness.join("b") is WAIT
+    result = harness.join("c")
+    assert result[1:2] + result[3:] == (1, 2, 3, ("a", "10.0.0.1"), 0, "all 3 nodes joined")
+    assert harness.ranks() == {"a": 0, "b": 1, "c": 2}
+    assert harness.machine.timer is None
 
 
-def test_last_call_begins_with_enough_and_is_one_however_many_come() -> None:
-    meeting = Meeting(2, 4)
-    meeting.join("a")
-    assert meeting.machine.alarm is None
-    meeting.join("b")
-    alarm = meeting.machine.alarm
-    assert alarm == (2, 5.0)
-    meeting.join("c")
-    assert meeting.machine.alarm == alarm, "who comes later does not make it longer"
-    meeting.ring()
-    assert list(meeting.ranks()) == ["a", "b", "c"] and meeting.machine.alarm is None
+def test_last_call_begins_with_min_nodes_and_is_not_extended() -> None:
+    harness = RendezvousHarness(2, 4)
+    harness.join("a")
+    assert harness.machine.timer is None
+    harness.join("b")
+    timer = harness.machine.timer
+    assert timer == (2, 5.0)
+    harness.join("c")
+    assert harness.machine.timer == timer, "later nodes do not extend it"
+    harness.fire_timer()
+    assert list(harness.ranks()) == ["a", "b", "c"] and harness.machine.timer is None
 
 
-def test_last_call_stops_when_too_few_are_left_and_begins_anew() -> None:
-    meeting = Meeting(2, 4)
-    meeting.join("a")
-    meeting.join("b")
-    first = meeting.machine.alarm
+def test_last_call_stops_when_too_few_are_left_and_restarts() -> None:
+    harness = RendezvousHarness(2, 4)
+    harness.join_all("a b")
+    first = harness.machine.timer
     assert first is not None
-    meeting.leave("b", Withdraw)
-    assert meeting.machine.alarm is None
-    meeting.join("b")
-    assert meeting.machine.alarm is not None and meeting.machine.alarm[0] > first[0]
-    assert not meeting.machine.ring(first[0], meeting.stamp + 1).changed, "that one was stopped"
-    assert not meeting.machine.ring(0, meeting.stamp + 1).changed
-    meeting.lost("a")
-    assert meeting.machine.alarm is None
+    harness.leave("b", RendezvousWithdraw)
+    assert harness.machine.timer is None
+    harness.join("b")
+    assert harness.machine.timer is not None and harness.machine.timer[0] > first[0]
+    assert not harness.machine.on_timer(first[0], harness.stamp + 1).changed, "that timer was stopped"
+    assert not harness.machine.on_timer(0, harness.stamp + 1).changed
+    harness.end_session("a")
+    assert harness.machine.timer is None
 
 
-def test_an_alarm_that_rings_late_finds_the_round_formed() -> None:
-    meeting = Meeting(2, 3)
-    meeting.join("a")
-    meeting.join("b")
-    assert meeting.machine.alarm is not None
-    number = meeting.machine.alarm[0]
-    meeting.join("c")
-    before = meeting.ranks()
-    assert meeting.machine.ring(number, meeting.stamp + 1) == Step(Done())
-    assert meeting.ranks() == before
+def test_a_late_timer_does_not_change_a_formed_round() -> None:
+    harness = RendezvousHarness(2, 3)
+    harness.join_all("a b")
+    assert harness.machine.timer is not None
+    number = harness.machine.timer[0]
+    harness.join("c")
+    before = harness.ranks()
+    assert harness.machine.on_timer(number, harness.stamp + 1) == Step(Done())
+    assert harness.ranks() == before
 
 
-def test_last_call_ends_when_everybody_of_the_last_round_is_back() -> None:
-    meeting = meeting_of("a b c")
-    meeting.lost("c")
-    meeting.join("b")
-    assert meeting.join("x") is WAIT and meeting.machine.alarm is not None
-    assert "not back yet: a" in meeting.why("x").reason and meeting.why("x").missing == ("a",)
-    told = meeting.join("a")
-    assert told.reason == "everybody of the last round is back: 3 of at most 4 nodes"
-    assert meeting.ranks() == {"a": 0, "b": 1, "x": 2}
+def test_last_call_ends_when_all_nodes_of_the_last_round_are_back() -> None:
+    harness = harness_of("a b c")
+    harness.end_session("c")
+    harness.join("b")
+    assert harness.join("x") is WAIT and harness.machine.timer is not None
+    assert "not back yet: a" in harness.explain("x").reason and harness.explain("x").missing == ("a",)
+    result = harness.join("a")
+    assert result.reason == "all nodes of the last round are back: 3 of at most 4 nodes"
+    assert harness.ranks() == {"a": 0, "b": 1, "x": 2}
 
 
-def test_last_call_ends_when_the_last_one_who_was_expected_goes() -> None:
-    meeting = meeting_of("a b c")
-    meeting.join("a")
-    meeting.join("b")
-    assert meeting.told["b"] is WAIT
-    meeting.lost("c")
-    assert meeting.ranks() == {"a": 0, "b": 1}
+def test_last_call_ends_when_the_last_missing_node_is_lost() -> None:
+    harness = harness_of("a b c")
+    harness.join_all("a b")
+    assert harness.results["b"] is WAIT
+    harness.end_session("c")
+    assert harness.ranks() == {"a": 0, "b": 1}
 
 
-def test_who_does_not_come_again_in_time_is_left_behind() -> None:
-    meeting = meeting_of("a b c", most=3)
-    watched = meeting.watch("c")
-    meeting.join("a")
-    meeting.join("b")
-    meeting.ring()
-    assert watched is WAIT and meeting.told["watch c"] == "a (host:1) came again"
-    assert meeting.ranks() == {"a": 0, "b": 1}
-    assert meeting.leave("c") == 2, "it was in no round any more, and leaves nothing behind"
-    assert meeting.join("c") is WAIT
+def test_a_node_that_does_not_rejoin_in_time_is_left_out() -> None:
+    harness = harness_of("a b c", most=3)
+    watched = harness.watch("c")
+    harness.join_all("a b")
+    harness.fire_timer()
+    assert watched is WAIT and harness.results["watch c"] == "a (host:1) rejoined"
+    assert harness.ranks() == {"a": 0, "b": 1}
+    assert harness.leave("c") == 2, "it was not in the new round"
+    assert harness.join("c") is WAIT
 
 
-def test_newcomers_do_not_push_out_those_who_are_on_their_way() -> None:
-    """Four come at once to a round of two: these need a moment to stop their work, and are in the next round."""
-    meeting = meeting_of("a b")
+def test_newcomers_do_not_displace_nodes_that_are_rejoining() -> None:
+    """Four nodes join a round of two: the two need a moment to stop their workers, and are in the next round."""
+    harness = harness_of("a b")
     for name in "wxyz":
-        assert meeting.join(name) is WAIT
-    meeting.join("b")
-    assert meeting.join("a").size == 4
-    assert meeting.ranks() == {"a": 0, "b": 1, "w": 2, "x": 3}
+        assert harness.join(name) is WAIT
+    harness.join("b")
+    assert harness.join("a").size == 4
+    assert harness.ranks() == {"a": 0, "b": 1, "w": 2, "x": 3}
 
 
-def test_without_a_last_call_two_nodes_do_not_push_each_other_out_for_ever() -> None:
-    meeting = Meeting(1, 2, 0.0)
-    assert meeting.join("a").size == 1
-    assert meeting.watch("a") is WAIT
-    assert meeting.join("b") is WAIT
-    assert meeting.told["watch a"] == "b (host:1) waits, and there is room for it"
-    assert meeting.machine.alarm is not None and meeting.machine.alarm[1] == 3.0, "those of the last round get a while"
-    assert meeting.join("a").size == 2
-    assert meeting.ranks() == {"a": 0, "b": 1}
+def test_without_a_last_call_two_nodes_do_not_displace_each_other_forever() -> None:
+    harness = RendezvousHarness(1, 2, 0.0)
+    assert harness.join("a").size == 1
+    assert harness.watch("a") is WAIT
+    assert harness.join("b") is WAIT
+    assert harness.results["watch a"] == "b (host:1) is waiting, and the round has a free place"
+    assert harness.machine.timer is not None and harness.machine.timer[1] == 3.0, (
+        "nodes of the last round get time to rejoin"
+    )
+    assert harness.join("a").size == 2
+    assert harness.ranks() == {"a": 0, "b": 1}
 
 
-def test_when_all_have_gone_those_who_come_begin_with_a_last_call() -> None:
-    """Also where the state is never forgotten; numbers go on, and who returns gets its rank back."""
-    meeting = meeting_of("a b")
-    meeting.lost("a")
-    meeting.lost("b")
-    assert meeting.join("b", "b2") is WAIT
-    assert meeting.join("x") is WAIT and meeting.machine.alarm is not None
-    meeting.ring()
-    assert meeting.ranks() == {"x": 0, "b": 1}
-    assert meeting.told["x"].number == 2
+def test_the_first_round_after_all_nodes_were_lost_has_a_last_call() -> None:
+    """Even if the state is never dropped; numbers continue, and a node that returns gets its rank back."""
+    harness = harness_of("a b")
+    harness.end_session("a")
+    harness.end_session("b")
+    assert harness.join("b", "b2") is WAIT
+    assert harness.join("x") is WAIT and harness.machine.timer is not None
+    harness.fire_timer()
+    assert harness.ranks() == {"x": 0, "b": 1}
+    assert harness.results["x"].number == 2
 
 
 # Ranks
 
 
-def test_a_rank_that_is_asked_for_is_given() -> None:
-    meeting = Meeting(3, 3)
-    meeting.join("a", rank=2)
-    meeting.join("b")
-    meeting.join("c", rank=0)
-    assert meeting.ranks() == {"c": 0, "b": 1, "a": 2}
+def test_a_requested_rank_is_assigned() -> None:
+    harness = RendezvousHarness(3, 3)
+    harness.join("a", rank=2)
+    harness.join("b")
+    harness.join("c", rank=0)
+    assert harness.ranks() == {"c": 0, "b": 1, "a": 2}
 
 
-def test_a_later_one_that_asks_for_the_same_rank_is_refused_by_name() -> None:
-    meeting = Meeting(2, 4)
-    meeting.join("a", rank=1)
+def test_a_second_request_for_a_rank_is_refused_with_the_holder_s_name() -> None:
+    harness = RendezvousHarness(2, 4)
+    harness.join("a", rank=1)
     taken = Refused("RankTaken", {"rank": 1, "member": "b", "other": "a (host:1)"})
-    assert meeting.join("b", rank=1) == taken
-    meeting.join("b", rank=0)
-    meeting.ring()
-    assert meeting.ranks() == {"b": 0, "a": 1}
-    assert meeting.join("c", rank=1) == Refused("RankTaken", {**taken.fields, "member": "c"})
-    meeting.lost("a")
-    assert meeting.join("c", rank=1) is WAIT, "it is free again"
+    assert harness.join("b", rank=1) == taken
+    harness.join("b", rank=0)
+    harness.fire_timer()
+    assert harness.ranks() == {"b": 0, "a": 1}
+    assert harness.join("c", rank=1) == Refused("RankTaken", {**taken.fields, "member": "c"})
+    harness.end_session("a")
+    assert harness.join("c", rank=1) is WAIT, "the rank is free again"
 
 
-def test_a_node_that_comes_again_may_ask_for_its_own_rank_or_another() -> None:
-    meeting = Meeting(2, 2)
-    meeting.join("a", rank=0)
-    meeting.join("b")
-    meeting.join("a", rank=0)
-    meeting.join("b")
-    assert meeting.ranks() == {"a": 0, "b": 1}
-    meeting.join("a", rank=1)
-    meeting.join("b", rank=0)
-    assert meeting.ranks() == {"b": 0, "a": 1}
+def test_a_rejoining_node_may_request_its_own_rank_or_another() -> None:
+    harness = RendezvousHarness(2, 2)
+    harness.join("a", rank=0)
+    harness.join("b")
+    harness.join("a", rank=0)
+    harness.join("b")
+    assert harness.ranks() == {"a": 0, "b": 1}
+    harness.join("a", rank=1)
+    harness.join("b", rank=0)
+    assert harness.ranks() == {"b": 0, "a": 1}
 
 
-def test_a_rank_that_no_round_has_is_refused() -> None:
+def test_a_rank_over_max_nodes_is_refused() -> None:
     refused = Refused("NotAMember", {"member": "a as rank 4", "members": "ranks 0 to 3"})
-    meeting = Meeting(2, 4)
-    assert meeting.join("a", rank=4) == refused
-    assert meeting.machine == Rendezvous()
+    harness = RendezvousHarness(2, 4)
+    assert harness.join("a", rank=4) == refused
+    assert harness.machine == RendezvousMachine()
 
 
-def test_a_requested_rank_is_waited_for_in_last_call() -> None:
-    meeting = meeting_of("a b c")
-    meeting.lost("c")
-    assert meeting.join("x", rank=3) is WAIT
-    meeting.join("a")
-    assert meeting.join("b") is WAIT
-    assert meeting.why("b").reason.endswith("rank 3 is asked for; last joined b (host:1)")
-    meeting.leave("x", Withdraw)
-    assert meeting.ranks() == {"a": 0, "b": 1}, "nobody asks for it any more"
+def test_last_call_waits_for_a_requested_rank() -> None:
+    harness = harness_of("a b c")
+    harness.end_session("c")
+    assert harness.join("x", rank=3) is WAIT
+    harness.join("a")
+    assert harness.join("b") is WAIT
+    assert harness.explain("b").reason.endswith("rank 3 was requested; last joined b (host:1)")
+    harness.leave("x", RendezvousWithdraw)
+    assert harness.ranks() == {"a": 0, "b": 1}, "rank 3 is not requested any more"
 
 
 def test_a_node_that_returns_gets_its_rank_back() -> None:
-    meeting = meeting_of("a b c", 2, 3)
-    meeting.lost("a")
-    meeting.join("c")
-    meeting.join("b")
-    assert meeting.ranks() == {"c": 0, "b": 1}
-    assert meeting.join("a", "a2") is WAIT
-    meeting.join("b")
-    meeting.join("c")
-    assert meeting.ranks() == {"c": 0, "b": 1, "a": 2}, "who stayed keeps its own"
-    meeting.lost("b")
-    meeting.join("x")
-    meeting.join("a", "a2")
-    meeting.join("c")
-    assert meeting.ranks() == {"c": 0, "x": 1, "a": 2}
-    meeting.lost("x")
-    meeting.join("b", "b2")
-    meeting.join("a", "a2")
-    meeting.join("c")
-    assert meeting.ranks() == {"c": 0, "b": 1, "a": 2}, "it was away for a round, and its own is free"
+    harness = harness_of("a b c", 2, 3)
+    harness.end_session("a")
+    harness.join_all("c b")
+    assert harness.ranks() == {"c": 0, "b": 1}
+    assert harness.join("a", "a2") is WAIT
+    harness.join_all("b c")
+    assert harness.ranks() == {"c": 0, "b": 1, "a": 2}, "nodes that stayed keep their ranks"
+    harness.end_session("b")
+    harness.join("x")
+    harness.join("a", "a2")
+    harness.join("c")
+    assert harness.ranks() == {"c": 0, "x": 1, "a": 2}
+    harness.end_session("x")
+    harness.join("b", "b2")
+    harness.join("a", "a2")
+    harness.join("c")
+    assert harness.ranks() == {"c": 0, "b": 1, "a": 2}, "b missed one round, and its rank is free"
 
 
 @pytest.mark.parametrize("rounds", range(1, 8))
-def test_of_many_who_came_and_went_the_last_are_remembered(rounds: int) -> None:
-    """`b` was in every round, from the first on: when it is lost at last, its rank is the newest memory."""
-    meeting = meeting_of("a b", 2, 2)
+def test_the_ranks_of_the_last_lost_nodes_are_remembered(rounds: int) -> None:
+    """`b` was in every round: when it is lost at last, its rank is the most recent one remembered."""
+    harness = harness_of("a b", 2, 2)
     for number in range(rounds):
-        meeting.lost("a" if not number else f"x{number}")
-        meeting.join(f"x{number + 1}")
-        meeting.join("b")
-        assert meeting.ranks() == {f"x{number + 1}": 0, "b": 1}
-    meeting.lost("b")
-    meeting.join("y")
-    meeting.join(f"x{rounds}")
-    assert meeting.ranks() == {f"x{rounds}": 0, "y": 1}
-    meeting.lost("y")
-    meeting.lost(f"x{rounds}")
-    meeting.join("b", "b2")
-    meeting.join("z")
-    assert meeting.ranks() == {"z": 0, "b": 1}
+        harness.end_session("a" if not number else f"x{number}")
+        harness.join(f"x{number + 1}")
+        harness.join("b")
+        assert harness.ranks() == {f"x{number + 1}": 0, "b": 1}
+    harness.end_session("b")
+    harness.join("y")
+    harness.join(f"x{rounds}")
+    assert harness.ranks() == {f"x{rounds}": 0, "y": 1}
+    harness.end_session("y")
+    harness.end_session(f"x{rounds}")
+    harness.join("b", "b2")
+    harness.join("z")
+    assert harness.ranks() == {"z": 0, "b": 1}
 
 
 # Spares
 
 
-def test_spares_stand_by_and_fill_gaps_in_the_order_in_which_they_came() -> None:
-    meeting = meeting_of("a b", 2, 2)
+def test_spares_fill_gaps_in_the_order_in_which_they_joined() -> None:
+    harness = harness_of("a b", 2, 2)
     for name in "xyz":
-        assert meeting.join(name) is WAIT
-        why = meeting.why(name)
-        assert why.stands_by and why.reason == "round 1 has all of its 2 nodes; this one is a spare"
-    assert meeting.look()["spares"] == ["x", "y", "z"]
-    assert meeting.look()["phase"] == "formed", "a full round is not over because others wait"
-    meeting.lost("a")
-    assert meeting.why("x").stands_by, "who was a spare once has no time-out any more"
-    meeting.join("b")
-    assert meeting.ranks() == {"x": 0, "b": 1}
-    assert meeting.look()["spares"] == ["y", "z"] and meeting.why("y").stands_by
+        assert harness.join(name) is WAIT
+        why = harness.explain(name)
+        assert why.is_spare and why.reason == "round 1 is full with 2 nodes; this node is a spare"
+    assert harness.query()["spares"] == ["x", "y", "z"]
+    assert harness.query()["phase"] == "formed", "waiting nodes do not end a full round"
+    harness.end_session("a")
+    assert harness.explain("x").is_spare, "a spare stays a spare, and does not time out"
+    harness.join("b")
+    assert harness.ranks() == {"x": 0, "b": 1}
+    assert harness.query()["spares"] == ["y", "z"] and harness.explain("y").is_spare
 
 
-def test_a_spare_does_not_take_the_place_of_one_who_is_on_its_way() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.join("x")
-    assert meeting.join("b") is WAIT
-    assert meeting.why("b").reason.startswith("2 nodes are here for 2 places: last call of 5 s; not back yet: a")
-    meeting.join("a")
-    assert meeting.ranks() == {"a": 0, "b": 1} and meeting.look()["spares"] == ["x"]
+def test_a_spare_does_not_replace_a_node_that_is_rejoining() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.join("x")
+    assert harness.join("b") is WAIT
+    assert harness.explain("b").reason.startswith("2 nodes joined for 2 places: last call of 5 s; not back yet: a")
+    harness.join("a")
+    assert harness.ranks() == {"a": 0, "b": 1} and harness.query()["spares"] == ["x"]
 
 
-def test_a_spare_takes_the_place_of_one_who_does_not_come_again_in_time() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.join("x")
-    meeting.join("b")
-    meeting.ring()
-    assert meeting.ranks() == {"x": 0, "b": 1}
+def test_a_spare_replaces_a_node_that_does_not_rejoin_in_time() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.join_all("x b")
+    harness.fire_timer()
+    assert harness.ranks() == {"x": 0, "b": 1}
 
 
-def test_spares_are_a_round_when_nobody_else_is_left() -> None:
-    meeting = meeting_of("a", 1, 1)
-    meeting.join("x")
-    meeting.join("y")
-    meeting.lost("a")
-    assert meeting.ranks() == {"x": 0} and meeting.look()["spares"] == ["y"]
+def test_spares_form_a_round_when_no_other_node_is_left() -> None:
+    harness = harness_of("a", 1, 1)
+    harness.join_all("x y")
+    harness.end_session("a")
+    assert harness.ranks() == {"x": 0} and harness.query()["spares"] == ["y"]
 
 
 # A round that is over
 
 
-def test_watchers_hear_who_was_lost() -> None:
-    meeting = meeting_of("a b c")
-    assert meeting.watch("a") is WAIT and meeting.watch("c") is WAIT
-    assert meeting.why("watch a").reason.startswith("round 1 stands: ")
-    meeting.lost("b")
-    assert meeting.told["watch a"] == meeting.told["watch c"] == "lost b (host:1)"
-    assert meeting.watch("c") == "lost b (host:1)", "also one that asks later"
-    assert meeting.look()["over"] == "lost b (host:1)" and meeting.look()["phase"] == "gathering"
+def test_a_watch_names_the_lost_node() -> None:
+    harness = harness_of("a b c")
+    assert harness.watch("a") is WAIT and harness.watch("c") is WAIT
+    assert harness.explain("watch a").reason.startswith("round 1 stands: ")
+    harness.end_session("b")
+    assert harness.results["watch a"] == harness.results["watch c"] == "lost b (host:1)"
+    assert harness.watch("c") == "lost b (host:1)", "a later watch gets the same reason"
+    assert harness.query()["over"] == "lost b (host:1)" and harness.query()["phase"] == "gathering"
 
 
-def test_watchers_hear_who_waits_where_there_is_room() -> None:
-    meeting = meeting_of("a b")
-    meeting.watch("a")
-    meeting.join("c")
-    assert meeting.told["watch a"] == "c (host:1) waits, and there is room for it"
+def test_a_watch_names_the_waiting_node_if_there_is_room() -> None:
+    harness = harness_of("a b")
+    harness.watch("a")
+    harness.join("c")
+    assert harness.results["watch a"] == "c (host:1) is waiting, and the round has a free place"
 
 
-def test_watchers_hear_who_left_and_leaving_closes_nothing() -> None:
-    meeting = meeting_of("a b c")
-    meeting.watch("a")
-    assert meeting.leave("c") == 2
-    assert meeting.told["watch a"] == "c (host:1) left"
-    assert meeting.leave("c") == 2, "leaving twice is leaving once"
-    meeting.join("a")
-    meeting.join("b")
-    assert meeting.ranks() == {"a": 0, "b": 1}
-    assert meeting.leave("a") == 1 and meeting.leave("b") == 0
-    assert meeting.machine.idle and meeting.look()["result"] is None
-    meeting.join("d")
-    meeting.join("e")
-    meeting.ring()
-    assert meeting.ranks() == {"d": 0, "e": 1}
+def test_a_watch_names_the_node_that_left_and_leaving_does_not_close_the_run() -> None:
+    harness = harness_of("a b c")
+    harness.watch("a")
+    assert harness.leave("c") == 2
+    assert harness.results["watch a"] == "c (host:1) left"
+    assert harness.leave("c") == 2, "leaving twice is leaving once"
+    harness.join_all("a b")
+    assert harness.ranks() == {"a": 0, "b": 1}
+    assert harness.leave("a") == 1 and harness.leave("b") == 0
+    assert harness.machine.idle and harness.query()["result"] is None
+    harness.join_all("d e")
+    harness.fire_timer()
+    assert harness.ranks() == {"d": 0, "e": 1}
 
 
-def test_a_watch_of_a_round_before_is_over_at_once_and_one_that_is_given_up_hears_nothing() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    scope = meeting.machine.scope
-    meeting.watch("a")
-    assert meeting.leave("watch a", Withdraw) is None
-    meeting.join("a")
-    assert meeting.told["watch a"] is WAIT
-    meeting.join("b")
-    assert meeting.watch("a", scope) == "round 2 has been formed"
+def test_a_watch_of_an_earlier_round_ends_at_once_and_a_withdrawn_watch_is_not_answered() -> None:
+    harness = harness_of("a b", 2, 2)
+    scope = harness.machine.scope
+    harness.watch("a")
+    assert harness.leave("watch a", RendezvousWithdraw) is None
+    harness.join("a")
+    assert harness.results["watch a"] is WAIT
+    harness.join("b")
+    assert harness.watch("a", scope) == "round 2 has been formed"
 
 
-def test_a_watcher_that_is_lost_ends_no_round() -> None:
-    meeting = meeting_of("a b")
-    meeting._do("w", "", Watch(meeting.machine.scope))
-    meeting.lost("w")
-    assert meeting.look()["phase"] == "formed" and "w" not in meeting.machine.sessions()
+def test_a_lost_watcher_does_not_end_the_round() -> None:
+    harness = harness_of("a b")
+    harness._do("w", "", RendezvousWatch(harness.machine.scope))
+    harness.end_session("w")
+    assert harness.query()["phase"] == "formed" and "w" not in harness.machine.sessions()
 
 
-def test_a_newcomer_that_gives_up_leaves_a_round_to_be_formed_anew() -> None:
-    meeting = meeting_of("a b")
-    meeting.join("c")
-    assert meeting.leave("c", Withdraw) == 2
-    meeting.join("a")
-    assert meeting.join("b").number == 2
-    assert meeting.ranks() == {"a": 0, "b": 1}
+def test_a_round_is_formed_again_after_a_newcomer_gave_up() -> None:
+    harness = harness_of("a b")
+    harness.join("c")
+    assert harness.leave("c", RendezvousWithdraw) == 2
+    harness.join("a")
+    assert harness.join("b").number == 2
+    assert harness.ranks() == {"a": 0, "b": 1}
 
 
-def test_every_round_has_a_scope_of_its_own_and_knows_the_one_before() -> None:
-    meeting, scopes = meeting_of("a b", 2, 2), [0]
+def test_every_round_has_its_own_scope_and_names_the_previous_one() -> None:
+    harness, scopes = harness_of("a b", 2, 2), [0]
     for number in range(1, 6):
-        told = meeting.told["a"]
-        assert told.number == number and told.before == scopes[-1] < told.scope
-        scopes.append(told.scope)
-        meeting.join("a")
-        meeting.join("b")
+        result = harness.results["a"]
+        assert result.number == number and result.before == scopes[-1] < result.scope
+        scopes.append(result.scope)
+        harness.join("a")
+        harness.join("b")
 
 
-def test_the_table_has_the_nodes_by_rank_also_those_who_went() -> None:
-    meeting = Meeting(2, 2)
-    meeting.join("a", rank=1, host="h1")
-    meeting.join("b", host="h2")
-    scope = meeting.machine.scope
-    assert meeting.look(scope) == [["b", "h2", "host:1"], ["a", "h1", "host:1"]]
-    meeting.lost("b")
-    assert meeting.look(scope) == [["b", "", ""], ["a", "h1", "host:1"]]
-    assert meeting.look(scope + 1) == []
+def test_the_node_table_is_in_order_of_rank_and_includes_lost_nodes() -> None:
+    harness = RendezvousHarness(2, 2)
+    harness.join("a", rank=1, host="h1")
+    harness.join("b", host="h2")
+    scope = harness.machine.scope
+    assert harness.query(scope) == [["b", "h2", "host:1"], ["a", "h1", "host:1"]]
+    harness.end_session("b")
+    assert harness.query(scope) == [["b", "", ""], ["a", "h1", "host:1"]]
+    assert harness.query(scope + 1) == []
 
 
-# Taking back
+# Withdrawing
 
 
-def test_a_join_that_has_come_true_is_not_withdrawn_but_answered() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    assert meeting.leave("a", Withdraw) == [list(meeting.told["a"])]
-    assert meeting.look()["phase"] == "formed"
-    assert meeting.leave("a") == 1
-    assert meeting.look()["over"] == "a (host:1) left"
+def test_withdrawing_a_completed_join_returns_its_round() -> None:
+    harness = harness_of("a b", 2, 2)
+    assert harness.leave("a", RendezvousWithdraw) == [list(harness.results["a"])]
+    assert harness.query()["phase"] == "formed"
+    assert harness.leave("a") == 1
+    assert harness.query()["over"] == "a (host:1) left"
 
 
-def test_a_join_that_waits_is_withdrawn() -> None:
-    meeting = Meeting(2, 2)
-    meeting.join("a")
-    assert meeting.leave("a", Withdraw) == 0
-    assert meeting.machine.idle and not meeting.machine.keeps(meeting.calls["a"][0].id)
-    meeting.join("b")
-    assert meeting.join("c").size == 2 and meeting.ranks() == {"b": 0, "c": 1}
+def test_a_waiting_join_can_be_withdrawn() -> None:
+    harness = RendezvousHarness(2, 2)
+    harness.join("a")
+    assert harness.leave("a", RendezvousWithdraw) == 0
+    assert harness.machine.idle and not harness.machine.holds(harness.calls["a"][0].id)
+    harness.join("b")
+    assert harness.join("c").size == 2 and harness.ranks() == {"b": 0, "c": 1}
 
 
 # Leaving when done, and in failure
 
 
-def test_a_node_that_is_done_leaves_and_the_round_stands() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.watch("b")
-    assert meeting.leave("a", done=True) == 1
-    assert meeting.look()["phase"] == "formed" and meeting.told["watch b"] is WAIT
-    assert meeting.join("x") is WAIT and meeting.look()["spares"] == ["x"], "the place of one that is done is not free"
-    assert meeting.leave("b") == 1
-    assert meeting.look()["over"] == "b (host:1) left"
+def test_a_node_that_leaves_when_done_does_not_end_the_round() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.watch("b")
+    assert harness.leave("a", done=True) == 1
+    assert harness.query()["phase"] == "formed" and harness.results["watch b"] is WAIT
+    assert harness.join("x") is WAIT and harness.query()["spares"] == ["x"], "a node that is done keeps its place"
+    assert harness.leave("b") == 1
+    assert harness.query()["over"] == "b (host:1) left"
 
 
-def test_when_all_have_left_because_they_are_done_the_next_begin_anew() -> None:
-    meeting = meeting_of("a b", 2, 2)
+def test_a_new_round_forms_after_all_nodes_have_left_as_done() -> None:
+    harness = harness_of("a b", 2, 2)
     for name in "ab":
-        meeting.leave(name, done=True)
-    assert meeting.join("c") is WAIT and meeting.join("d").size == 2
+        harness.leave(name, done=True)
+    assert harness.join("c") is WAIT and harness.join("d").size == 2
 
 
-def test_a_node_that_leaves_in_failure_closes_a_run_that_cannot_go_on() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.watch("a")
-    assert meeting.leave("b", failed="rank 1 failed: exit code 3") == 1
+def test_a_failed_node_closes_a_run_that_has_too_few_nodes_left() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.watch("a")
+    assert harness.leave("b", failed="rank 1 failed: exit code 3") == 1
     reason = "b (host:1) ended in failure, 1 of at least 2 nodes are left: rank 1 failed: exit code 3"
-    assert meeting.told["watch a"] == f"the run was closed: failed: {reason}"
-    assert meeting.join("a") == closed_with("failed", reason)
+    assert harness.results["watch a"] == f"the run was closed: failed: {reason}"
+    assert harness.join("a") == closed_with("failed", reason)
 
 
-def test_a_node_that_fails_while_it_waits_closes_a_run_that_cannot_go_on() -> None:
-    meeting = meeting_of("a b c", 2, 3)
-    meeting.lost("c")
-    meeting.join("a")
-    meeting.leave("a", failed="why")
-    assert meeting.look()["phase"] == "closed" and meeting.look()["result"] == "failed"
+def test_a_node_that_fails_while_it_waits_closes_a_run_with_too_few_nodes() -> None:
+    harness = harness_of("a b c", 2, 3)
+    harness.end_session("c")
+    harness.join("a")
+    harness.leave("a", failed="why")
+    assert harness.query()["phase"] == "closed" and harness.query()["result"] == "failed"
 
 
-def test_a_failure_closes_nothing_where_enough_are_left_or_nobody_is() -> None:
-    meeting = meeting_of("a b c", 2, 3)
-    assert meeting.leave("a", failed="why") == 2 and meeting.look()["phase"] == "gathering"
-    assert meeting.leave("b", failed="why") == 1 and meeting.look()["phase"] == "closed"
-    alone = meeting_of("a", 1, 1)
-    assert alone.leave("a", failed="why") == 0 and alone.look()["phase"] == "gathering"
+def test_a_failed_node_does_not_close_a_run_with_enough_nodes_or_none() -> None:
+    harness = harness_of("a b c", 2, 3)
+    assert harness.leave("a", failed="why") == 2 and harness.query()["phase"] == "gathering"
+    assert harness.leave("b", failed="why") == 1 and harness.query()["phase"] == "closed"
+    alone = harness_of("a", 1, 1)
+    assert alone.leave("a", failed="why") == 0 and alone.query()["phase"] == "gathering"
 
 
-# Nodes that are to be no spares
+# Nodes that refuse to be spares
 
 
 def full_with(*names: str, member: str = "x") -> Refused:
     return Refused("RunFull", {"member": member, "nodes": list(names)})
 
 
-def test_who_is_to_be_no_spare_is_refused_where_all_places_are_taken() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    assert meeting.join("x", spare=False) == full_with("a", "b")
-    assert meeting.look()["waiting"] == [] and meeting.ranks() == {"a": 0, "b": 1}, "nobody has noticed"
-    meeting.leave("a", done=True)
-    assert meeting.join("x", spare=False) == full_with("a", "b"), "one that is done has its place still"
-    meeting.lost("b")
-    assert meeting.join("x", spare=False) is WAIT
+def test_a_node_that_refuses_to_be_a_spare_is_refused_by_a_full_round() -> None:
+    harness = harness_of("a b", 2, 2)
+    assert harness.join("x", spare=False) == full_with("a", "b")
+    assert harness.query()["waiting"] == [] and harness.ranks() == {"a": 0, "b": 1}, "the round is not disturbed"
+    harness.leave("a", done=True)
+    assert harness.join("x", spare=False) == full_with("a", "b"), "a node that is done keeps its place"
+    harness.end_session("b")
+    assert harness.join("x", spare=False) is WAIT
 
 
-def test_who_waits_is_refused_when_a_round_is_formed_without_it_unless_as_a_spare() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.lost("b")
-    assert meeting.join("x", spare=False) is WAIT
-    assert meeting.join("y") is WAIT
-    assert meeting.join("b", "b2") is WAIT
-    meeting.join("a")
-    assert set(meeting.ranks()) == {"a", "b"}, "those of the last round go first"
-    call, command = meeting.calls["x"]
-    assert meeting.machine.apply(call, command, 99).outcome == full_with("a", "b")
-    assert meeting.look()["waiting"] == ["y"]
+def test_a_waiting_node_that_refuses_to_be_a_spare_is_refused_when_left_out() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.end_session("b")
+    assert harness.join("x", spare=False) is WAIT
+    assert harness.join("y") is WAIT
+    assert harness.join("b", "b2") is WAIT
+    harness.join("a")
+    assert set(harness.ranks()) == {"a", "b"}, "nodes of the last round have precedence"
+    call, command = harness.calls["x"]
+    assert harness.machine.apply(call, command, 99).outcome == full_with("a", "b")
+    assert harness.query()["waiting"] == ["y"]
 
 
-# A process that has lost its session, which the server has not noticed
+# A process that has lost its session, before the server has ended it
 
 
-def test_a_node_takes_its_own_place_whether_it_waits_or_is_in_a_round() -> None:
-    meeting = Meeting(2, 2)
-    meeting.join("a")
-    assert meeting.join("a", "another") == Refused("NameTaken", {"member": "a", "other": "a (host:1)"})
-    assert meeting.join("a", "a2", ("a",)) is WAIT and meeting.look()["waiting"] == ["a"]
-    assert meeting.join("b").size == 2
-    meeting.watch("b")
-    assert meeting.join("a", "a3", ("a", "a2")) is WAIT
-    assert meeting.told["watch b"] == "a (host:1) came again"
+def test_a_node_with_a_new_session_replaces_its_old_self() -> None:
+    harness = RendezvousHarness(2, 2)
+    harness.join("a")
+    assert harness.join("a", "another") == Refused("NameTaken", {"member": "a", "other": "a (host:1)"})
+    assert harness.join("a", "a2", ("a",)) is WAIT and harness.query()["waiting"] == ["a"]
+    assert harness.join("b").size == 2
+    harness.watch("b")
+    assert harness.join("a", "a3", ("a", "a2")) is WAIT
+    assert harness.results["watch b"] == "a (host:1) rejoined"
     for session in ("a", "a2"):
-        meeting.lost(session)
-    meeting.join("b")
-    assert meeting.ranks() == {"a": 0, "b": 1}, "the end of the sessions that it has lost means nothing"
+        harness.end_session(session)
+    harness.join("b")
+    assert harness.ranks() == {"a": 0, "b": 1}, "the end of its old sessions has no effect"
 
 
 # The end of a run
@@ -598,155 +590,154 @@ def closed_with(result: str = "done", reason: str = "all epochs trained", waited
 
 
 def test_close_reaches_spares_and_watchers() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.join("x")
-    meeting.watch("a")
-    assert meeting.close() is True
-    assert meeting.told["x"] == closed_with(waited=True)
-    assert meeting.told["watch a"] == "the run was closed: done: all epochs trained"
-    assert meeting.watch("b") == "the run was closed: done: all epochs trained"
+    harness = harness_of("a b", 2, 2)
+    harness.join("x")
+    harness.watch("a")
+    assert harness.close() is True
+    assert harness.results["x"] == closed_with(waited=True)
+    assert harness.results["watch a"] == "the run was closed: done: all epochs trained"
+    assert harness.watch("b") == "the run was closed: done: all epochs trained"
 
 
-def test_close_reaches_those_who_wait_and_stops_last_call() -> None:
-    meeting = Meeting(2, 4)
-    meeting.join("a")
-    meeting.join("b")
-    assert meeting.machine.alarm is not None
-    meeting.close("failed", "b ran out of memory")
-    assert meeting.told["a"] == meeting.told["b"] == closed_with("failed", "b ran out of memory", waited=True)
-    assert meeting.machine.alarm is None and meeting.machine.idle
+def test_close_reaches_waiting_nodes_and_stops_last_call() -> None:
+    harness = RendezvousHarness(2, 4)
+    harness.join_all("a b")
+    assert harness.machine.timer is not None
+    harness.close("failed", "b ran out of memory")
+    assert harness.results["a"] == harness.results["b"] == closed_with("failed", "b ran out of memory", waited=True)
+    assert harness.machine.timer is None and harness.machine.idle
 
 
-def test_who_gives_up_when_the_run_has_just_been_closed_hears_that() -> None:
-    """Its time is over before it has looked; to be told that somebody is missing would be wrong."""
-    meeting = meeting_of("a b", 2, 2)
-    meeting.join("spare")
-    meeting.close()
-    assert meeting.leave("spare", Withdraw) == closed_with(waited=True)
-    assert meeting.leave("spare") == 2, "but whoever leaves, leaves"
-    assert meeting.leave("a", Withdraw) == [list(meeting.told["a"])], "it was in a round"
+def test_a_node_that_gives_up_after_the_close_gets_run_closed() -> None:
+    """It times out before it has rechecked; an error about missing nodes would be wrong."""
+    harness = harness_of("a b", 2, 2)
+    harness.join("spare")
+    harness.close()
+    assert harness.leave("spare", RendezvousWithdraw) == closed_with(waited=True)
+    assert harness.leave("spare") == 2, "leaving still works"
+    assert harness.leave("a", RendezvousWithdraw) == [list(harness.results["a"])], "it was in a round"
 
 
-def test_a_closed_run_refuses_its_members_and_those_who_come_late() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.close()
-    assert meeting.close("failed", "too late") is False
-    assert meeting.look()["phase"] == "closed" and meeting.look()["result"] == "done"
-    assert meeting.leave("a") == 1
-    assert meeting.join("a", run=0) == meeting.join("b", run=0) == meeting.join("late") == closed_with()
-    meeting.lost("b")
-    assert meeting.machine.idle and meeting.machine.lasts
-    assert meeting.join("late") == closed_with()
+def test_a_closed_run_refuses_its_nodes_and_newcomers() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.close()
+    assert harness.close("failed", "too late") is False
+    assert harness.query()["phase"] == "closed" and harness.query()["result"] == "done"
+    assert harness.leave("a") == 1
+    assert harness.join("a", run=0) == harness.join("b", run=0) == harness.join("late") == closed_with()
+    harness.end_session("b")
+    assert harness.machine.idle and harness.machine.persists_idle
+    assert harness.join("late") == closed_with()
 
 
-def test_a_loss_after_the_end_changes_nothing_of_the_result() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.close()
-    meeting.lost("b")
-    assert meeting.watch("a") == "the run was closed: done: all epochs trained"
-    assert meeting.join("b", "b2") == closed_with()
+def test_a_loss_after_the_close_does_not_change_the_result() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.close()
+    harness.end_session("b")
+    assert harness.watch("a") == "the run was closed: done: all epochs trained"
+    assert harness.join("b", "b2") == closed_with()
 
 
-def test_open_begins_a_new_run_and_those_of_the_old_one_are_refused() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    old = meeting.told["a"]
-    assert meeting.open() is False, "it is open"
-    meeting.close()
-    assert meeting.open() is True
-    assert not meeting.machine.sessions() and meeting.look()["phase"] == "gathering"
-    meeting.join("x")
-    told = meeting.join("y")
-    assert told.run > old.run and told.scope > old.scope == told.before and told.number == 1
-    refusal = meeting.join("a", run=old.run)
+def test_reopening_begins_a_new_run_and_refuses_nodes_of_the_old_one() -> None:
+    harness = harness_of("a b", 2, 2)
+    old = harness.results["a"]
+    assert harness.reopen() is False, "the run is open already"
+    harness.close()
+    assert harness.reopen() is True
+    assert not harness.machine.sessions() and harness.query()["phase"] == "gathering"
+    harness.join("x")
+    result = harness.join("y")
+    assert result.run > old.run and result.scope > old.scope == result.before and result.number == 1
+    refusal = harness.join("a", run=old.run)
     assert isinstance(refusal, Refused) and refusal.error == "RunClosed"
-    assert meeting.join("a") is WAIT, "as a new node it may wait in reserve"
-    assert meeting.join("x", run=told.run) is WAIT
+    assert harness.join("a") is WAIT, "as a new node it may be a spare"
+    assert harness.join("x", run=result.run) is WAIT
 
 
-def test_a_run_that_was_opened_is_remembered_for_those_of_the_one_before() -> None:
-    meeting = meeting_of("a b", 2, 2)
-    meeting.close()
-    meeting.lost("a")
-    meeting.lost("b")
-    meeting.open()
-    assert meeting.machine.idle and meeting.machine.lasts
-    refusal = meeting.join("a", "a2", run=0)
+def test_a_reopened_run_refuses_nodes_of_the_previous_run_even_when_idle() -> None:
+    harness = harness_of("a b", 2, 2)
+    harness.close()
+    harness.end_session("a")
+    harness.end_session("b")
+    harness.reopen()
+    assert harness.machine.idle and harness.machine.persists_idle
+    refusal = harness.join("a", "a2", run=0)
     assert isinstance(refusal, Refused) and refusal.error == "RunClosed"
 
 
-def test_a_run_that_was_forgotten_goes_on_under_the_number_that_its_nodes_know() -> None:
-    meeting = Meeting(2, 2)
-    meeting.join("new")
-    assert meeting.join("a", run=7).run == 7
+def test_a_forgotten_run_continues_under_the_number_of_its_nodes() -> None:
+    harness = RendezvousHarness(2, 2)
+    harness.join("new")
+    assert harness.join("a", run=7).run == 7
 
 
-def test_a_node_of_a_forgotten_run_does_not_shut_out_those_who_have_met_meanwhile() -> None:
-    meeting = meeting_of("x y", 2, 3)
-    assert meeting.join("a", run=7) is WAIT
-    meeting.join("x", run=0)
-    assert meeting.join("y", run=0).run == 0
-    assert meeting.told["a"].run == 0
+def test_a_node_of_a_forgotten_run_joins_the_run_formed_meanwhile() -> None:
+    harness = harness_of("x y", 2, 3)
+    assert harness.join("a", run=7) is WAIT
+    harness.join("x", run=0)
+    assert harness.join("y", run=0).run == 0
+    assert harness.results["a"].run == 0
 
 
-# Who may join
+# Refused nodes
 
 
 def test_settings_that_differ_are_refused_and_named() -> None:
-    meeting = Meeting(2, 2)
-    meeting.join("a", settings={"model": "m", "batch": "16"})
+    harness = RendezvousHarness(2, 2)
+    harness.join("a", settings={"model": "m", "batch": "16"})
     differs = {"what": "batch", "mine": "8 (b (host:1))", "theirs": "16", "other": "a (host:1)"}
-    assert meeting.join("b", settings={"model": "m", "batch": "8"}) == Refused("Disagreement", differs)
+    assert harness.join("b", settings={"model": "m", "batch": "8"}) == Refused("Disagreement", differs)
     missing = {"what": "batch", "mine": "not set (b (host:1))", "theirs": "16", "other": "a (host:1)"}
-    assert meeting.join("b", settings={"model": "m"}) == Refused("Disagreement", missing)
+    assert harness.join("b", settings={"model": "m"}) == Refused("Disagreement", missing)
     more = {"what": "seed", "mine": "1 (b (host:1))", "theirs": "not set", "other": "a (host:1)"}
-    assert meeting.join("b", settings={"model": "m", "batch": "16", "seed": "1"}) == Refused("Disagreement", more)
-    assert meeting.join("b", settings={"batch": "16", "model": "m"}).size == 2
+    assert harness.join("b", settings={"model": "m", "batch": "16", "seed": "1"}) == Refused("Disagreement", more)
+    assert harness.join("b", settings={"batch": "16", "model": "m"}).size == 2
 
 
 @pytest.mark.parametrize(
     ("limits", "what", "mine", "theirs"),
     [
-        (Limits(1, 4, 5.0), "min_nodes", "1", "2"),
-        (Limits(2, 5, 5.0), "max_nodes", "5", "4"),
-        (Limits(2, 4, 0.5), "last_call_s", "0.5", "5"),
+        (NodeLimits(1, 4, 5.0), "min_nodes", "1", "2"),
+        (NodeLimits(2, 5, 5.0), "max_nodes", "5", "4"),
+        (NodeLimits(2, 4, 0.5), "last_call_s", "0.5", "5"),
     ],
 )
-def test_limits_that_differ_are_refused_and_named(limits: Limits, what: str, mine: str, theirs: str) -> None:
-    meeting = Meeting(2, 4)
-    meeting.join("a")
+def test_limits_that_differ_are_refused_and_named(limits: NodeLimits, what: str, mine: str, theirs: str) -> None:
+    harness = RendezvousHarness(2, 4)
+    harness.join("a")
     fields = {"what": what, "mine": f"{mine} (b (host:1))", "theirs": theirs, "other": "a (host:1)"}
-    assert meeting.join("b", limits=limits) == Refused("Disagreement", fields)
+    assert harness.join("b", limits=limits) == Refused("Disagreement", fields)
 
 
-def test_limits_that_differ_by_less_than_one_can_see_are_the_same() -> None:
-    meeting = Meeting(2, 4)
-    meeting.join("a")
-    assert meeting.join("b", limits=Limits(2, 4, 5.000000001)) is WAIT
-    assert meeting.machine.limits.last_call_s == 5.0
+def test_limits_that_print_alike_are_equal() -> None:
+    harness = RendezvousHarness(2, 4)
+    harness.join("a")
+    assert harness.join("b", limits=NodeLimits(2, 4, 5.000000001)) is WAIT
+    assert harness.machine.limits.last_call_s == 5.0
 
 
-def test_a_node_that_was_alone_and_came_again_is_still_the_one_to_agree_with() -> None:
-    meeting = Meeting(1, 2, 0.0)
-    meeting.join("a", settings={"batch": "16"})
-    assert meeting.join("a", settings={"batch": "16"}).number == 2
-    refusal = meeting.join("b", settings={"batch": "8"})
+def test_newcomers_must_agree_with_the_settings_of_a_rejoined_node() -> None:
+    harness = RendezvousHarness(1, 2, 0.0)
+    harness.join("a", settings={"batch": "16"})
+    assert harness.join("a", settings={"batch": "16"}).number == 2
+    refusal = harness.join("b", settings={"batch": "8"})
     assert isinstance(refusal, Refused) and refusal.fields["what"] == "batch"
-    assert meeting.ranks() == {"a": 0}
+    assert harness.ranks() == {"a": 0}
 
 
-def test_when_all_have_gone_there_is_nothing_to_agree_with() -> None:
-    meeting = Meeting(1, 1)
-    meeting.join("a", settings={"batch": "16"})
-    meeting.leave("a")
-    assert meeting.join("b", settings={"batch": "8"}, limits=Limits(1, 2, 0.0)).size == 1
-    assert meeting.look()["max_nodes"] == 2
+def test_settings_are_forgotten_when_all_nodes_have_left() -> None:
+    harness = RendezvousHarness(1, 1)
+    harness.join("a", settings={"batch": "16"})
+    harness.leave("a")
+    assert harness.join("b", settings={"batch": "8"}, limits=NodeLimits(1, 2, 0.0)).size == 1
+    assert harness.query()["max_nodes"] == 2
 
 
 @pytest.mark.parametrize(("first", "second"), [(True, False), (False, True), (True, True)])
 def test_a_loopback_endpoint_is_for_one_host(first: bool, second: bool) -> None:
-    meeting = Meeting(2, 4)
-    meeting.join("a", host="h1", loopback=first)
-    refusal = meeting.join("b", host="h2", loopback=second)
+    harness = RendezvousHarness(2, 4)
+    harness.join("a", host="h1", loopback=first)
+    refusal = harness.join("b", host="h2", loopback=second)
     assert isinstance(refusal, Refused) and refusal.error == "Disagreement"
     words = ["network", "loopback"]
     assert refusal.fields == {
@@ -755,55 +746,55 @@ def test_a_loopback_endpoint_is_for_one_host(first: bool, second: bool) -> None:
         "theirs": f"h1, {words[first]}",
         "other": "a (host:1)",
     }
-    assert meeting.join("c", host="h1", loopback=True) is WAIT
+    assert harness.join("c", host="h1", loopback=True) is WAIT
 
 
-def test_a_name_that_is_here_is_taken_until_its_session_ends() -> None:
-    meeting = Meeting(2, 2)
-    meeting.join("a")
+def test_a_name_is_taken_until_its_session_ends() -> None:
+    harness = RendezvousHarness(2, 2)
+    harness.join("a")
     taken = Refused("NameTaken", {"member": "a", "other": "a (host:1)"})
-    first = meeting.calls["a"]
-    assert meeting.join("a", "other") == taken
-    assert meeting.join("a") == taken, "not even by its own session, while it waits"
-    meeting.calls["a"], meeting.told["a"] = first, WAIT
-    meeting.join("b")
-    assert meeting.ranks() == {"a": 0, "b": 1}
-    assert meeting.join("a", "other") == taken and meeting.look()["phase"] == "formed"
-    meeting.lost("a")
-    assert meeting.join("a", "other") is WAIT
+    first = harness.calls["a"]
+    assert harness.join("a", "other") == taken
+    assert harness.join("a") == taken, "even for its own session, while it waits"
+    harness.calls["a"], harness.results["a"] = first, WAIT
+    harness.join("b")
+    assert harness.ranks() == {"a": 0, "b": 1}
+    assert harness.join("a", "other") == taken and harness.query()["phase"] == "formed"
+    harness.end_session("a")
+    assert harness.join("a", "other") is WAIT
 
 
-# Why
+# Reasons
 
 
-def test_a_wait_says_how_many_are_missing_and_who_came_last() -> None:
-    meeting = Meeting(4, 8)
+def test_the_reason_of_a_wait_counts_the_missing_and_names_the_last_node() -> None:
+    harness = RendezvousHarness(4, 8)
     for name in "abc":
-        meeting.join(name)
+        harness.join(name)
     reason = "3 of at least 4 nodes: waiting for 1; last joined c (host:1)"
-    assert meeting.why("a").reason == reason == meeting.look()["reason"]
-    assert not meeting.why("a").stands_by
+    assert harness.explain("a").reason == reason == harness.query()["reason"]
+    assert not harness.explain("a").is_spare
 
 
-# What is remembered
+# Memory
 
 
 def test_memory_does_not_grow_with_rounds_and_names() -> None:
-    """The same four come again, every time with one whom nobody has seen before, and one that gives up."""
-    meeting, sizes = Meeting(5, 5), []
+    """The same four nodes rejoin, each time with a new node and one that gives up."""
+    harness, sizes = RendezvousHarness(5, 5), []
     for number in range(1000):
-        meeting.join("nobody")
-        meeting.leave("nobody", Withdraw)
+        harness.join("nobody")
+        harness.leave("nobody", RendezvousWithdraw)
         for name in "abcd":
-            meeting.join(name, rank="abcd".index(name) if name < "c" else -1)
-        meeting.join(f"new {number:04}")
-        assert len(meeting.ranks()) == 5
-        meeting.watch("a")
-        meeting.lost(f"new {number:04}")
-        meeting.calls = {name: call for name, call in meeting.calls.items() if not name.startswith("new")}
-        sizes.append(len(msgspec.json.encode(meeting.machine)))
-    assert meeting.machine.number == 1000
-    assert max(sizes[100:]) <= max(sizes[:100]) + 100, "but for digits"
+            harness.join(name, rank="abcd".index(name) if name < "c" else -1)
+        harness.join(f"new {number:04}")
+        assert len(harness.ranks()) == 5
+        harness.watch("a")
+        harness.end_session(f"new {number:04}")
+        harness.calls = {name: call for name, call in harness.calls.items() if not name.startswith("new")}
+        sizes.append(len(msgspec.json.encode(harness.machine)))
+    assert harness.machine.number == 1000
+    assert max(sizes[100:]) <= max(sizes[:100]) + 100, "except for longer numbers"
     for name in "abcd":
-        meeting.lost(name)
-    assert meeting.machine.idle and not meeting.machine.calls and not meeting.machine.asked
+        harness.end_session(name)
+    assert harness.machine.idle and not harness.machine.calls and not harness.machine.asked

@@ -1,7 +1,7 @@
 """The state is a function of its log: replayed in any process, from the beginning or from any snapshot, it is the same.
 
-Each seed is a random history of a live server (`random_history.py`). FIRST_SEED says where to begin, STATE_SEEDS how
-many there are. A failure names its seed. Mutants of core show what the histories notice.
+Each seed is a random history of a live server (`random_history.py`). FIRST_SEED is the first seed, STATE_SEEDS their
+number. A failure names its seed. Mutants of core show that the histories detect bugs.
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ import msgspec
 import pytest
 
 from rallypoint.core import entries, snapshot
+from rallypoint.core.connection_owner import ConnectionOwner
 from rallypoint.core.engine import Engine
-from rallypoint.core.entries import Request
+from rallypoint.core.entries import SessionRequest
 from rallypoint.core.objects import Objects
 from rallypoint.core.records import Waiter
 from rallypoint.core.session import Session
 from rallypoint.core.snapshot import read, write
 from rallypoint.core.state import State
-from rallypoint.core.visitor import Visitor
 from rallypoint.errors import NotAnInteger, StoreFull
 
 from .random_history import History, replay, small_limits
 from .state_checks import check_state
 
-SEEDS = int(os.environ.get("STATE_SEEDS", "2000"))
+SEEDS = int(os.environ.get("STATE_SEEDS", "1000"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 ELSEWHERE = 120
-"""How many of the histories are replayed in other processes."""
+"""Number of histories that are replayed in other processes."""
 
 CUTS = 3
-"""At how many places of a log a snapshot is restored, beside its beginning."""
+"""Number of places in a log at which a snapshot is restored, besides its beginning."""
 
 ROOT = Path(__file__).parents[2]
 
@@ -50,7 +50,7 @@ def _small_limits() -> Iterator[None]:
 
 
 def judge(seed: int) -> None:
-    """Make a history; fail where its log does not say all of it."""
+    """Make a history; fail if a replay of its log differs."""
     try:
         history = History(seed)
         check_state(history.state)
@@ -62,24 +62,24 @@ def judge(seed: int) -> None:
 
 
 def judge_log(history: History, cuts: list[int]) -> None:
-    """Compare a replay of the log with what was live, and with replays of the rest of it after snapshots."""
+    """Compare a replay of the log with the live state, and with replays that start from snapshots."""
     stops = sorted({*cuts, *history.snapshots})
     state, results, saved, at = State(), list[bytes](), dict[int, list[bytes]](), 0
     for stop in stops:
         state, more = replay(history.records[at:stop], state)
         results += more
         saved[stop], at = list(write(state)), stop
-        assert saved[stop] == history.snapshots.get(stop, saved[stop]), f"record {stop}: the live state was another"
+        assert saved[stop] == history.snapshots.get(stop, saved[stop]), f"record {stop}: the live state was different"
     check_state(state)
-    assert results == history.told, f"clients were told something else: {differing(results, history.told)}"
+    assert results == history.results, f"other results: {differing(results, history.results)}"
     for cut in cuts:
         restored = read(saved[cut])
         check_state(restored)
-        assert list(write(restored)) == saved[cut], f"record {cut}: a snapshot, read back, is another"
+        assert list(write(restored)) == saved[cut], f"record {cut}: a snapshot, read and written, is different"
         restored, rest = replay(history.records[cut:], restored)
         check_state(restored)
-        assert rest == results[cut:], f"restored at {cut}: other answers, {differing(rest, results[cut:])}"
-        assert list(write(restored)) == saved[at], f"restored at {cut}, the rest of the log makes another state"
+        assert rest == results[cut:], f"restored at {cut}: other results: {differing(rest, results[cut:])}"
+        assert list(write(restored)) == saved[at], f"restored at {cut}: the rest of the log produces another state"
 
 
 def differing(ours: list[bytes], theirs: list[bytes]) -> object:
@@ -91,7 +91,7 @@ def judge_all(seeds: Iterable[int]) -> None:
         judge(seed)
 
 
-def test_a_log_says_all_there_is_to_say() -> None:
+def test_replaying_a_log_reproduces_state_and_results() -> None:
     judge_all(range(FIRST_SEED, FIRST_SEED + SEEDS))
 
 
@@ -99,7 +99,7 @@ def test_a_log_says_all_there_is_to_say() -> None:
 
 
 def digests(logs: list[list[bytes]]) -> list[str]:
-    """Return a fingerprint of what each log makes, and of what everybody is told."""
+    """Return a digest of the state and the results of each log."""
     found = []
     for records in logs:
         state, results = replay(records)
@@ -108,7 +108,7 @@ def digests(logs: list[list[bytes]]) -> list[str]:
 
 
 def elsewhere(path: Path, hash_seed: str, code: str = "") -> list[str]:
-    """Return the fingerprints of logs in a file as a process finds them that hashes otherwise."""
+    """Return the digests of the logs in a file, computed by a process with another hash seed."""
     program = f"""
 import msgspec
 from rallypoint.core.engine import Engine
@@ -126,7 +126,7 @@ with small_limits(), open({str(path)!r}, "rb") as file:
 
 @pytest.fixture(scope="module")
 def logs(_small_limits: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[bytes]]]:
-    """Some logs, and a file that has them."""
+    """Some logs, and the file that contains them."""
     logs = [History(seed).records for seed in range(FIRST_SEED, FIRST_SEED + ELSEWHERE)]
     path = tmp_path_factory.mktemp("logs") / "logs"
     path.write_bytes(msgspec.msgpack.encode(logs))
@@ -134,12 +134,12 @@ def logs(_small_limits: None, tmp_path_factory: pytest.TempPathFactory) -> tuple
 
 
 @pytest.mark.parametrize("hash_seed", ["1", "2"])
-def test_a_log_says_the_same_in_every_process(hash_seed: str, logs: tuple[Path, list[list[bytes]]]) -> None:
+def test_replaying_a_log_is_independent_of_the_hash_seed(hash_seed: str, logs: tuple[Path, list[list[bytes]]]) -> None:
     path, records = logs
     assert elsewhere(path, hash_seed) == digests(records)
 
 
-def test_an_order_that_a_hash_decides_is_found(logs: tuple[Path, list[list[bytes]]]) -> None:
+def test_an_order_that_depends_on_the_hash_seed_is_detected(logs: tuple[Path, list[list[bytes]]]) -> None:
     """The pairs of a multi_set are written in the order of a set."""
     mutant = """
 def put_all(self, pairs, put_all=Engine.put_all):
@@ -151,32 +151,32 @@ Engine.put_all = put_all
     assert elsewhere(path, "1", mutant) != elsewhere(path, "2", mutant)
 
 
-# A request that is refused
+# Refused requests
 
 SESSIONS = tuple(
     msgspec.msgpack.encode(kind) for kind in ("session", "suspended", "taken", "ttls", "kept", "kept shared")
 )
-"""How the chunks of sessions begin, after their length: a refusal is an answer, and kept there."""
+"""The first bytes of a session's chunks, after the length. A refusal is an answer, which they keep."""
 
 
 class Careful(History):
-    """A history in which each request is looked at: one that is refused must have changed nothing."""
+    """A history that checks that refused requests change nothing."""
 
     def _log(self, entry: entries.Entry, run: Callable[[Any], Any]) -> Any:
         before = self._namespaces()
         answer = super()._log(entry, run)
         full = isinstance(answer, (StoreFull, NotAnInteger)) or getattr(answer, "what", "") == "value"
-        if full and isinstance(entry, Request):
-            assert self._namespaces() == before, f"{entry} was refused, {answer}, and has changed something"
+        if full and isinstance(entry, SessionRequest):
+            assert self._namespaces() == before, f"{entry} was refused ({answer}) and has changed the state"
         return answer
 
     def _namespaces(self) -> list[bytes]:
-        """Return what a snapshot has, but for sessions: a refusal is an answer, and kept."""
+        """Return the chunks of a snapshot without those of sessions."""
         chunks = (chunk for chunk in write(self.state))
         return [chunk for chunk in chunks if not chunk[1:].startswith(SESSIONS)]
 
 
-def test_a_request_that_is_refused_changes_nothing() -> None:
+def test_a_refused_request_changes_nothing() -> None:
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS // 10):
         try:
             Careful(seed)
@@ -184,7 +184,7 @@ def test_a_request_that_is_refused_changes_nothing() -> None:
             pytest.fail(f"seed {seed}: {error}")
 
 
-# What the histories notice
+# Mutants
 
 Method = Callable[..., Any]
 
@@ -228,8 +228,8 @@ def lets_a_read_end_a_turn(changes: Method) -> Method:
     return lambda self, op: op.changes and changes(self, op)
 
 
-def asks_for_nobody_in_particular(woken: Method) -> Method:
-    """Wake those who wait for a key in the order in which memory has them."""
+def wakes_in_order_of_memory(woken: Method) -> Method:
+    """Wake the waiters of a key in the order of their addresses in memory."""
 
     def mutant(self: Engine, key: bytes) -> None:
         self._waiting[key] = dict.fromkeys(sorted(self._waiting[key], key=id))
@@ -239,7 +239,7 @@ def asks_for_nobody_in_particular(woken: Method) -> Method:
 
 
 def gives_items_back_to_itself(end: Method) -> Method:
-    """End a session as it was once: its own waits got the items that went back, and they were lost with it."""
+    """End a session so that its own waits get the items that it returns, which are lost."""
 
     def mutant(self: Session) -> None:
         self.over = True
@@ -261,17 +261,17 @@ SECTIONS = (
     *("suspended", "taken", "ttls", "pushes", "held", "waiting", "gates", "turns", "watches", "leases", "clearing"),
     *("calls", "late", "latecomers", "idle", "timers", "away", "doubts"),
 )
-"""The sections of a snapshot; one that is not restored is noticed."""
+"""Sections of a snapshot; a section that is not restored must be detected."""
 
 MUTANTS: list[tuple[Any, str, Callable[[Method], Method]]] = [
     *((snapshot._Reader, f"_{kind}", restores_nothing) for kind in SECTIONS),
     (snapshot._Reader, "_line_up", restores_lines_backwards),
     (snapshot._Reader, "_shared", counts_shared_answers_once_more),
     (Engine, "_park", counts_reads_as_state),
-    (Engine, "_wake", asks_for_nobody_in_particular),
+    (Engine, "_wake", wakes_in_order_of_memory),
     (Session, "answer", keeps_the_answers_of_reads),
     (Session, "end", gives_items_back_to_itself),
-    (Visitor, "changes", lets_a_read_end_a_turn),
+    (ConnectionOwner, "changes", lets_a_read_end_a_turn),
     (Objects, "forget", leaves_the_wait_of_a_dropped_call),
 ]
 
@@ -279,7 +279,7 @@ MUTANTS: list[tuple[Any, str, Callable[[Method], Method]]] = [
 @pytest.mark.parametrize(
     ("owner", "method", "mutate"), MUTANTS, ids=[f"{method}-{mutate.__name__}" for _, method, mutate in MUTANTS]
 )
-def test_a_bug_is_found(
+def test_a_mutant_is_detected(
     owner: Any, method: str, mutate: Callable[[Method], Method], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(owner, method, mutate(getattr(owner, method)))

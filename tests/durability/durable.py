@@ -1,4 +1,4 @@
-"""A server with a data directory that is killed and started again, as an operator's supervisor would."""
+"""A server with a data directory that is killed and restarted, as a supervisor would do."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rallypoint import net
 
 AMPLE_S = 120.0
 KILLS = int(os.environ.get("KILLS", "5"))
-"""How often the server is killed in each test; `make soak` says 100."""
+"""How often the server is killed in each test; `make soak` sets 100."""
 
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "1"))
 
@@ -40,7 +40,7 @@ class DurableServer:
         return child
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """End the server, with no chance to say goodbye unless the signal gives one."""
+        """End the server by SIGKILL or another signal."""
         self.child.send_signal(number)
         self.child.wait(AMPLE_S)
         assert self.child.stdout is not None
@@ -64,10 +64,8 @@ def durable_server(directory: Path, *options: str) -> Iterator[DurableServer]:
 
 
 @contextlib.contextmanager
-def killed_again_and_again(
-    server: DurableServer, kills: int = KILLS, seed: int = FIRST_SEED
-) -> Iterator[threading.Event]:
-    """Kill and restart a server so many times meanwhile, at random moments; the event is set when that is over.
+def repeatedly_killed(server: DurableServer, kills: int = KILLS, seed: int = FIRST_SEED) -> Iterator[threading.Event]:
+    """Kill and restart a server at random moments during the block; the event is set after the last kill.
 
     Leaving the block waits for the last restart.
     """

@@ -1,4 +1,4 @@
-"""A server whose disk is full, for real: changes are refused, reads and waits go on, and room brings changes back."""
+"""A server whose disk is really full: changes are refused, reads and waits continue, and space brings changes back."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from tests.raw_peer import until
 from tests.storage.small_disk import take_all, tmpfs
-from tests.wire import until
 
 import rallypoint
 from rallypoint.errors import DiskFull
@@ -28,7 +28,7 @@ def point(tmp_path: Path) -> Iterator[Path]:
 
 
 def refused(store: rallypoint.Store, key: str, value: bytes) -> DiskFull | None:
-    """Set a key; return why that is refused, if it is."""
+    """Set a key; return why it was refused, if it was."""
     try:
         store.set(key, value)
     except DiskFull as error:
@@ -63,19 +63,19 @@ def test_changes_are_refused_and_reads_and_waits_go_on(point: Path) -> None:
         assert store.get("before") == b"kept" and not store.check(["count"])
         assert all(store.get(f"fill/{index}") == bytes(4 * KIB) for index in range(done))
         with rallypoint.connect(server.url, timeout=AMPLE_S) as late:
-            assert late.get("before") == b"kept", "clients come and go"
+            assert late.get("before") == b"kept", "clients can connect and leave"
         assert not waits.done()
         others.unlink()
         await_room(store)
         store.set("after", "room")
         assert waits.result(AMPLE_S) == b"room"
-        assert store.add("count", 1) == 1, "what was refused was not counted"
+        assert store.add("count", 1) == 1, "refused additions have no effect"
         for each in (store, other):
             each.close()
 
 
-def test_it_can_be_stopped_and_started_and_read_from(point: Path) -> None:
-    """However often, and whatever takes the space in between."""
+def test_a_server_with_a_full_disk_can_be_restarted_and_read(point: Path) -> None:
+    """Repeatedly, even if other files take the space in between."""
     with rallypoint.Server(data_dir=point / "data") as server, rallypoint.connect(server.url) as store:
         store.set("before", "kept")
         others = take_all(point)

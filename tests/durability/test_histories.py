@@ -14,20 +14,19 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.linearizability.checker import FOREVER, Operation, check
-from tests.linearizability.test_histories import Crew, one_each
+from tests.linearizability.history_run import FIRST_SEED, HistoryRun, check_complete_history, proxied
 
-from .durable import FIRST_SEED, DurableServer, durable_server
+from .durable import DurableServer, durable_server
 
-HISTORIES = int(os.environ.get("KILLED_HISTORIES", "40"))
+HISTORIES = int(os.environ.get("KILLED_HISTORIES", "25"))
 OPERATIONS = 25
 
 
-class KilledCrew(Crew):
+class KilledHistoryRun(HistoryRun):
     """Workers that talk to the server directly, which is killed while they work."""
 
     def __init__(self, server: DurableServer, stack: ExitStack) -> None:
-        super().__init__(*one_each(server.port, stack), stack, operations=OPERATIONS)
+        super().__init__(*proxied(server.port, stack), stack, operations=OPERATIONS)
         self.killed_at = 0.0
         self._server = server
 
@@ -44,14 +43,11 @@ class KilledCrew(Crew):
 def test_histories_of_a_server_that_is_killed_are_linearizable(tmp_path: Path) -> None:
     with ExitStack() as stack:
         server = stack.enter_context(durable_server(tmp_path / "data"))
-        crew, killed, seed = KilledCrew(server, stack), 0, FIRST_SEED
+        history_run, killed, seed = KilledHistoryRun(server, stack), 0, FIRST_SEED
         while killed < HISTORIES:
-            history: list[Operation] = crew.history(seed, seed)
-            bad = check(history)
-            assert bad is None, f"seed {seed}:\n" + "\n".join(map(str, bad))
-            lost = [str(operation) for operation in history if operation.returned == FOREVER]
-            assert not lost, f"seed {seed}: no answer to\n" + "\n".join(lost)
-            killed += min(one.called for one in history) < crew.killed_at < max(one.returned for one in history)
+            history = history_run.history(seed)
+            check_complete_history(history, seed)
+            killed += min(one.called for one in history) < history_run.killed_at < max(one.returned for one in history)
             assert killed > (seed - FIRST_SEED) // 2 - 5, "most kills came too early or too late"
             seed += 1
         print(f"{killed} histories with a kill in their midst, {server.kills} kills")

@@ -1,4 +1,4 @@
-"""A server that cannot start on its directory says why, and one that is still reading its log can be told to end."""
+"""A server that cannot start on its directory reports why; one that is still reading its log can be terminated."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ENDLESS = """
 import sys
 from rallypoint.__main__ import main
 from rallypoint.core import entries
-from rallypoint.storage.file import FileStorage
+from rallypoint.storage.file.storage import FileStorage
 
 def log():
     print("reading", flush=True)
     while True:
-        yield entries.encode(entries.End(1))
+        yield entries.encode(entries.EndSession(1))
 
 FileStorage.recover = lambda self: (None, log())
 main()
@@ -34,7 +34,7 @@ main()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_that_reads_a_long_log_can_be_told_to_end(tmp_path: Path, number: signal.Signals) -> None:
+def test_a_server_that_reads_a_long_log_can_be_terminated(tmp_path: Path, number: signal.Signals) -> None:
     command = [sys.executable, "-c", ENDLESS, *SERVE[3:], "--data-dir", str(tmp_path)]
     server = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     try:
@@ -60,10 +60,10 @@ def test_a_directory_that_cannot_be_used_is_named(tmp_path: Path, directory: str
     with pytest.raises(ServerFailed, match="data directory") as caught:
         rallypoint.Server(data_dir=path)
     assert path in str(caught.value) and words in str(caught.value)
-    assert "standard error" not in str(caught.value), "there is nothing more"
+    assert "standard error" not in str(caught.value), "the message is complete"
 
 
-def test_no_directory_is_no_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_empty_data_directory_option_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = subprocess.run([*SERVE, "--data-dir", ""], capture_output=True, text=True, timeout=AMPLE_S)
     assert done.returncode == 2 and "--data-dir is empty" in done.stderr

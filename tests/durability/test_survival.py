@@ -1,4 +1,4 @@
-"""What every feature promises over the death of its server: nothing lost, nothing doubled, and whoever waits goes on.
+"""Every feature survives the death of its server: nothing is lost or applied twice, and waits continue.
 
 Each test works while a server with a data directory is killed KILLS times; 5 here, 100 in `make soak`.
 """
@@ -15,12 +15,15 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 
 import rallypoint
 
-from .durable import AMPLE_S, KILLS, DurableServer, durable_server, killed_again_and_again
+from .durable import AMPLE_S, KILLS, DurableServer, durable_server, repeatedly_killed
+
+Result = TypeVar("Result")
 
 pytestmark = pytest.mark.timeout(300 + 10 * KILLS)
 
@@ -33,9 +36,9 @@ def server(tmp_path: Path) -> Iterator[DurableServer]:
         yield server
 
 
-def meanwhile(server: DurableServer, work: Callable[[rallypoint.Store, int, threading.Event], object]) -> list[object]:
-    """Let each client work, in a thread with a store of its own, until the killing is over; return what they return."""
-    with ThreadPoolExecutor(CLIENTS) as pool, killed_again_and_again(server) as over:
+def meanwhile(server: DurableServer, work: Callable[[rallypoint.Store, int, threading.Event], Result]) -> list[Result]:
+    """Run `work` for each client, in a thread with its own store, until the last kill; return the results."""
+    with ThreadPoolExecutor(CLIENTS) as pool, repeatedly_killed(server) as over:
         stores = [rallypoint.connect(server.url, timeout=AMPLE_S) for _ in range(CLIENTS)]
         futures = [pool.submit(work, store, place, over) for place, store in enumerate(stores)]
         results = [future.result(AMPLE_S + 5 * KILLS) for future in futures]
@@ -49,18 +52,18 @@ def test_every_addition_counts_once(server: DurableServer) -> None:
 
     done = meanwhile(server, add)
     with rallypoint.connect(server.url) as store:
-        assert store.get("count") == b"%d" % sum(done)  # type: ignore[arg-type]
+        assert store.get("count") == b"%d" % sum(done)
 
 
-def test_every_append_is_there_once_and_in_its_callers_order(server: DurableServer) -> None:
+def test_every_append_happens_once_and_in_its_callers_order(server: DurableServer) -> None:
     def append(store: rallypoint.Store, place: int, over: threading.Event) -> list[str]:
-        words = []
+        words: list[str] = []
         while not over.is_set():
             words.append(f"{place}-{len(words)}")
             store.append("words", words[-1] + " ")
         return words
 
-    done: list[list[str]] = meanwhile(server, append)  # type: ignore[assignment]
+    done = meanwhile(server, append)
     with rallypoint.connect(server.url) as store:
         words = store.get("words").decode().split()
     assert sorted(words) == sorted(itertools.chain(*done))
@@ -82,7 +85,7 @@ def test_every_item_is_taken_once(server: DurableServer) -> None:
             store.queue_push("items", f"{place}-{number}")
         raise AssertionError
 
-    done: list[tuple[int, list[bytes]]] = meanwhile(server, work)  # type: ignore[assignment]
+    done = meanwhile(server, work)
     taken = list(itertools.chain(*(items for _, items in done)))
     pushed = [b"%d-%d" % (place, number) for place, (count, _) in enumerate(done) for number in range(count)]
     with rallypoint.connect(server.url) as store:
@@ -100,7 +103,7 @@ def test_a_lock_has_one_holder_and_its_fence_grows(server: DurableServer) -> Non
                 fences.append(held.fence)
         return fences
 
-    done: list[list[int]] = meanwhile(server, work)  # type: ignore[assignment]
+    done = meanwhile(server, work)
     fences = list(itertools.chain(*done))
     with rallypoint.connect(server.url) as store:
         assert store.get("total") == b"%d" % len(fences)
@@ -108,7 +111,7 @@ def test_a_lock_has_one_holder_and_its_fence_grows(server: DurableServer) -> Non
     assert all(mine == sorted(mine) for mine in done)
 
 
-def test_exchanges_and_barriers_go_on(server: DurableServer) -> None:
+def test_exchanges_and_barriers_continue(server: DurableServer) -> None:
     def work(store: rallypoint.Store, place: int, over: threading.Event) -> int:
         exchange = rallypoint.Exchange(store, "step", CLIENTS)
         barrier = rallypoint.Barrier(store, "end of step", CLIENTS)
@@ -151,11 +154,11 @@ def test_a_watch_has_no_gap_and_a_lease_is_kept(server: DurableServer) -> None:
                 over.wait(AMPLE_S + 5 * KILLS)
                 assert store.get("alive", timeout=0) == b"yes"
                 with pytest.raises(rallypoint.StoreTimeout):
-                    changes.next(timeout=0)  # it was never gone
+                    changes.next(timeout=0)  # the lease never expired
             store.set("done", "")
         return seen
 
-    seen: list[int] = meanwhile(server, work)[0]  # type: ignore[assignment]
+    seen = meanwhile(server, work)[0]
     assert seen == [*range(len(seen) - 1), -1]
 
 
@@ -174,7 +177,7 @@ def test_rounds_are_formed_and_left(server: DurableServer) -> None:
             if now.rank == 0:
                 node.leave()
 
-    done: list[list[tuple[int, int]]] = meanwhile(server, work)  # type: ignore[assignment]
+    done = meanwhile(server, work)
     for rounds in zip(*done, strict=True):
         assert len({number for number, _ in rounds}) == 1
         assert sorted(rank for _, rank in rounds) == list(range(CLIENTS))
@@ -197,8 +200,8 @@ for step in itertools.count(1):
 """
 
 
-def test_a_job_goes_on_without_a_restart(server: DurableServer, tmp_path: Path) -> None:
-    """It runs until the killing is over."""
+def test_a_job_continues_without_a_restart(server: DurableServer, tmp_path: Path) -> None:
+    """It runs until the last kill."""
     script, end = tmp_path / "job.py", tmp_path / "end"
     script.write_text(JOB)
     command = [sys.executable, "-m", "rallypoint", "run", "--nproc-per-node", "2", "--max-restarts", "0"]
@@ -218,7 +221,7 @@ def test_a_job_goes_on_without_a_restart(server: DurableServer, tmp_path: Path) 
                 break
         reader = threading.Thread(target=lambda: lines.extend(job.stdout))  # type: ignore[arg-type]
         reader.start()
-        with killed_again_and_again(server):
+        with repeatedly_killed(server):
             pass
         assert job.poll() is None, "".join(lines)[-3000:]
         end.touch()

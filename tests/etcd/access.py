@@ -1,4 +1,4 @@
-"""A cluster where everybody has to log in, for tests of users and passwords. A fixture to import."""
+"""A cluster that requires a login, for tests of users and passwords. A fixture to import."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USER, WORD = "ann", "secret"
 
 
 def post(endpoint: str, path: str, body: dict[str, Any], token: str = "") -> dict[str, Any]:
-    """Ask a member something by its JSON API."""
+    """Send a request to a member's JSON API; return the reply."""
     host, _, port = endpoint.rpartition(":")
     asked = HTTPConnection(host, int(port), timeout=60)
     asked.request("POST", path, json.dumps(body), {"Authorization": token} if token else {})
@@ -25,13 +25,13 @@ def post(endpoint: str, path: str, body: dict[str, Any], token: str = "") -> dic
 
 
 def base64(text: str) -> str:
-    """Return text as that API has it."""
+    """Return text in base64, as that API requires."""
     return b64encode(text.encode()).decode()
 
 
 @pytest.fixture
 def guarded() -> Iterator[Cluster]:
-    """A cluster of one member where everybody has to log in, and `ann` may only use the store `hers`."""
+    """A cluster of one member that requires a login; `ann` may only use the store `hers`."""
     with Cluster(members=1) as cluster:
         place = cluster.endpoints[0]
         for name in ("root", USER):

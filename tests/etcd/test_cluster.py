@@ -1,4 +1,4 @@
-"""The clusters that tests use do what their methods say, and never outlive the tests."""
+"""The clusters for tests: their methods work, and their members never outlive the tests."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from pathlib import Path
 
 import pytest
 from tests.etcd.cluster import Cluster
-from tests.wire import AMPLE_S, read_line, until
+from tests.raw_peer import AMPLE_S, read_line, until
 
 from rallypoint.deadline import Deadline
-from rallypoint.etcd.process import Process
+from rallypoint.etcd.local.process import Process
 
 pytestmark = pytest.mark.needs("etcd")
 
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_every_test_has_a_prefix_of_its_own(etcd_url, etcd_cluster):
+def test_every_test_has_a_prefix_of_its_own(etcd_url: str, etcd_cluster: Cluster) -> None:
     assert etcd_url.startswith(f"{etcd_cluster.url}/") and len(etcd_cluster.endpoints) == 3
     assert all(member.healthy() for member in etcd_cluster)
     assert not any(endpoint.endswith((":2379", ":2380")) for endpoint in etcd_cluster.endpoints)
 
 
-def test_a_member_that_is_killed_held_or_cut_off_no_longer_leads():
+def test_a_member_that_is_killed_stopped_or_cut_off_no_longer_leads() -> None:
     with Cluster(cuttable=True) as cluster:
         first = cluster.leader()
         cluster.partition(first)
@@ -43,7 +43,7 @@ def test_a_member_that_is_killed_held_or_cut_off_no_longer_leads():
         cluster.settle()
 
 
-def test_a_member_that_is_cut_off_stays_so_when_it_is_started_again():
+def test_a_member_stays_cut_off_after_a_restart() -> None:
     with Cluster(cuttable=True) as cluster:
         follower = (cluster.leader() + 1) % 3
         cluster.partition(follower)
@@ -55,7 +55,7 @@ def test_a_member_that_is_cut_off_stays_so_when_it_is_started_again():
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_members_end_with_the_process_that_runs_the_tests(number):
+def test_members_end_with_the_process_that_runs_the_tests(number: int) -> None:
     code = """
 import signal, sys
 from tests.etcd.cluster import Cluster
@@ -70,6 +70,7 @@ with Cluster(members=1) as cluster:
         member = Process.of(int(pid))
         assert member is not None
         child.send_signal(number)
+        assert child.stdin is not None
         child.stdin.close()  # a signal that arrives just before the read blocks does not end it
         assert child.wait(AMPLE_S) != 0
     assert member.wait(Deadline(AMPLE_S))

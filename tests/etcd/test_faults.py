@@ -1,106 +1,27 @@
-"""Stores on a real cluster whose members are killed, held and cut off: nothing is lost, doubled or left waiting.
+"""Stores on a real cluster whose members are killed, stopped and cut off: nothing is lost, applied twice or stuck.
 
-Threads and processes work all the while (labourer.py). A fault is followed by work of each of them, and so is its end;
-what they were told is then compared with what is in the store.
+Threads and processes change the store all the while (tests/replicated/load.py). Each of them finishes some rounds
+after the fault begins, and after it ends; the results that they got are then compared with the store.
 """
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import threading
 from collections import Counter
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tests.conformance.calls import Call
 from tests.etcd.cluster import Cluster
-from tests.etcd.fixtures import etcd_space
-from tests.etcd.labourer import labour
-from tests.wire import AMPLE_S, read_line, until
+from tests.raw_peer import AMPLE_S, read_line, until
+from tests.replicated.load import StoreLoad
 
 import rallypoint
-from rallypoint.etcd.member import ask
+from rallypoint.etcd.local.member import ask
 
 pytestmark = pytest.mark.needs("etcd")
-
-ROOT = Path(__file__).resolve().parents[2]
-THREADS, PROCESSES = 2, 2
-
-
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(cuttable=True) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def url(cluster: Cluster) -> str:
-    cluster.settle()
-    return etcd_space(cluster)
-
-
-class Crew:
-    """All who work on a store, and what they were told."""
-
-    def __init__(self, url: str) -> None:
-        self._over = threading.Event()
-        self._failed = False
-        self.told: list[dict[str, Any]] = []
-        self._children: list[subprocess.Popen[str]] = []
-        self._threads: list[Call] = []
-        script, pipe = Path(__file__).with_name("labourer.py"), subprocess.PIPE
-        for at in range(PROCESSES):
-            command = [sys.executable, str(script), f"p{at}", url]
-            child = subprocess.Popen(command, cwd=ROOT, stdin=pipe, stdout=pipe, text=True)
-            self._children.append(child)
-            self._threads.append(Call(self._until_over, self._read, child))
-        for at in range(THREADS):
-            self._threads.append(Call(self._until_over, labour, f"t{at}", url, self._over, self.told.append))
-
-    def __enter__(self) -> Crew:
-        self.rounds()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-    def end(self) -> None:
-        """Let all finish their round; raise what any of them raised."""
-        self._over.set()
-        for child in self._children:
-            if not child.stdin.closed:
-                child.stdin.close()
-        for thread in self._threads:
-            thread.result()
-        assert [child.wait(AMPLE_S) for child in self._children] == [0] * PROCESSES
-
-    def rounds(self, count: int = 2) -> None:
-        """Wait until each has done so many rounds from now on, the one that it is in not counted."""
-        before = self._counts()
-        until(self._counts, lambda now: all(now[name] >= before[name] + count for name in NAMES) or self._failed)
-
-    def _counts(self) -> Counter[str]:
-        PAUSE.wait(0.01)
-        return Counter(told["name"] for told in list(self.told))
-
-    def _until_over(self, work: Callable[..., None], *arguments: Any) -> None:
-        """Do the work of one of them, and note if it ends too early."""
-        try:
-            work(*arguments)
-        finally:
-            self._failed = self._failed or not self._over.is_set()
-
-    def _read(self, child: subprocess.Popen[str]) -> None:
-        for line in child.stdout:
-            self.told.append(json.loads(line))
-
-
-NAMES = [f"p{at}" for at in range(PROCESSES)] + [f"t{at}" for at in range(THREADS)]
-PAUSE = threading.Event()
 
 
 def follower(cluster: Cluster) -> int:
@@ -109,56 +30,36 @@ def follower(cluster: Cluster) -> int:
 
 FAULTS: dict[str, tuple[Callable[[Cluster], int], Callable[[Cluster, int], Any], Callable[[Cluster, int], Any]]] = {
     "the leader is killed": (Cluster.leader, Cluster.kill, Cluster.restart),
-    "the leader is held": (Cluster.leader, Cluster.stop, Cluster.cont),
-    "a follower is held": (follower, Cluster.stop, Cluster.cont),
+    "the leader is stopped": (Cluster.leader, Cluster.stop, Cluster.cont),
+    "a follower is stopped": (follower, Cluster.stop, Cluster.cont),
     "the leader is cut off": (Cluster.leader, Cluster.partition, lambda cluster, _: cluster.heal()),
     "a follower is cut off": (follower, Cluster.partition, lambda cluster, _: cluster.heal()),
 }
 
 
-@pytest.mark.parametrize("fault", FAULTS)
-def test_work_goes_on_and_nothing_is_lost_or_doubled(cluster, url, fault):
+@pytest.mark.parametrize("fault", [name for name in FAULTS if "leader" in name])  # test_histories.py has all
+def test_work_continues_and_nothing_is_lost_or_applied_twice(cluster: Cluster, url: str, fault: str) -> None:
     choose, begin, end = FAULTS[fault]
-    with rallypoint.connect(url) as store, store.watch("seen/") as watch, Crew(url) as crew:
-        store.lease("alive", "yes")
-        waiting, item = Call(store.wait, ["go"], AMPLE_S), Call(store.queue_pop, "late", True, AMPLE_S)
+    with rallypoint.connect(url) as store, store.watch("seen/") as watch, StoreLoad(url, 2, processes=2) as load:
         index = choose(cluster)
-        begin(cluster, index)
-        crew.rounds()
-        end(cluster, index)
-        crew.rounds()
-        store.set("go", "now")
-        store.queue_push("late", "item")
-        assert (waiting.result(), item.result()) == (None, b"item")
-        assert store.get("alive") == b"yes"
-        crew.end()
-        check_told(store, crew.told)
-        check_watch(watch, crew.told)
+        load.survive(store, lambda: begin(cluster, index), lambda: end(cluster, index))
+        load.end()
+        load.check(store)
+        check_watch(watch, load)
 
 
-def check_told(store: rallypoint.Store, told: list[dict[str, Any]]) -> None:
-    """Compare what all were told with what is there."""
-    tokens = sorted(one["token"] for one in told)
-    assert sorted(one["total"] for one in told) == list(range(1, len(told) + 1))
-    assert store.get("total") == b"%d" % len(told)
-    assert sorted(store.get("log").decode().split()) == tokens
-    assert store.get("swapped") == b"%d" % sum(one["swapped"] for one in told)
-    taken = [one["taken"] for one in told if one["taken"]]
-    left = [store.queue_pop("queue").decode() for _ in range(store.queue_len("queue"))]
-    assert sorted(taken + left) == tokens
-
-
-def check_watch(watch: rallypoint.Watch, told: list[dict[str, Any]]) -> None:
-    """Compare what a watch told with what was written: every change, once, in order."""
-    seen: dict[str, list[int]] = {name: [] for name in NAMES}
-    for _ in told:
+def check_watch(watch: rallypoint.Watch, load: StoreLoad) -> None:
+    """Compare the changes that a watch reports with those written: every change, once, in order."""
+    seen: dict[str, list[int]] = {name: [] for name in load.names}
+    for _ in load.reports:
         change = watch.next(AMPLE_S)
+        assert change.value is not None
         seen[change.key.removeprefix("seen/")].append(int(change.value))
-    counts = Counter(one["name"] for one in told)
-    assert seen == {name: list(range(1, counts[name] + 1)) for name in NAMES}
+    counts = Counter(report["name"] for report in load.reports)
+    assert seen == {name: list(range(1, counts[name] + 1)) for name in load.names}
 
 
-def test_without_a_quorum_every_call_says_so_at_its_deadline_and_works_again_later(cluster, url):
+def test_without_a_quorum_every_call_says_so_at_its_deadline_and_works_again_later(cluster: Cluster, url: str) -> None:
     with rallypoint.connect(url, timeout=3) as store:
         store.set("there", "1")
         first = cluster.leader()
@@ -202,7 +103,7 @@ CALLS: dict[str, Callable[[rallypoint.Store], object]] = {
 }
 
 
-def test_what_a_killed_process_had_goes_with_it(cluster, url):
+def test_the_lease_and_the_arrival_of_a_killed_process_end_with_it(cluster: Cluster, url: str) -> None:
     code = """
 import sys, rallypoint
 store = rallypoint.connect(sys.argv[1])
@@ -220,8 +121,7 @@ store.barrier("gate", 3)
             assert store.get("alive") == b"yes"
         finally:
             child.kill()
-            child.wait()
-            child.stdout.close()
+            child.communicate()
         until(lambda: store.check(["alive"]), lambda there: not there)
         until(lambda: store.add("gate", 0), lambda count: count == 1)
         cluster.restart(index)
@@ -229,7 +129,7 @@ store.barrier("gate", 3)
         assert [call.result() for call in (mine, *others)] == [None] * 3
 
 
-def test_a_compaction_breaks_neither_a_wait_nor_a_watch(cluster, url):
+def test_a_compaction_breaks_neither_a_wait_nor_a_watch(cluster: Cluster, url: str) -> None:
     with rallypoint.connect(url) as store, store.watch("seen/") as watch:
         waiting = Call(store.wait, ["go"], AMPLE_S)
         store.set("seen/a", "1")
@@ -241,13 +141,13 @@ def test_a_compaction_breaks_neither_a_wait_nor_a_watch(cluster, url):
         store.set("seen/a", "2")
         store.set("go", "now")
         assert waiting.result() is None
-        told = told_or_ended(watch)
-        assert told == b"2" or "compacted" in str(told)
+        found = value_or_reason(watch)
+        assert found == b"2" or "compacted" in str(found)
         cluster.restart(index)
 
 
-def told_or_ended(watch: rallypoint.Watch) -> bytes | str | None:
-    """Return the next value; a watch that cannot know whether it missed something ends, and says so."""
+def value_or_reason(watch: rallypoint.Watch) -> bytes | str | None:
+    """Return the next value, or the reason why the watch ended: it may have missed changes."""
     try:
         return watch.next(AMPLE_S).value
     except rallypoint.SessionLost as error:

@@ -1,4 +1,4 @@
-"""Finding a store's servers by etcd's JSON API: answers, silence, users, certificates, and who may start a server."""
+"""Finding a store's servers by etcd's JSON API: replies, silence, users, certificates, and start permits."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 from tests.etcd.access import USER, WORD, base64, guarded, post
 from tests.etcd.cluster import Cluster
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
 
 from rallypoint import EtcdRefused, NoQuorum, net
 from rallypoint.deadline import Deadline
 from rallypoint.etcd.address import Address
-from rallypoint.etcd.member import find_binary
-from rallypoint.storage.etcd_lookup import SEATS, Found, claim_seat, give_up_seat, look_up
+from rallypoint.etcd.local.member import find_binary
+from rallypoint.storage.etcd.lookup import MAX_PERMITS, StoreServers, claim_start_permit, look_up, release_start_permit
 from rallypoint.store.url import parse_url
 
 __all__ = ["guarded"]
@@ -35,29 +35,29 @@ def put(endpoint: str, key: str, value: object) -> None:
     post(endpoint, "/v3/kv/put", {"key": base64(key), "value": base64(json.dumps(value))})
 
 
-def look(url: str, timeout_s: float = AMPLE_S) -> Found:
+def look(url: str, timeout_s: float = AMPLE_S) -> StoreServers:
     return look_up(address_of(url), Deadline(timeout_s))
 
 
 def claim(url: str) -> int | None:
-    return claim_seat(address_of(url), Deadline(AMPLE_S))
+    return claim_start_permit(address_of(url), Deadline(AMPLE_S))
 
 
-def fill(endpoint: str, name: str) -> Found:
-    """Write what the servers of a store write, and return what is to be found."""
+def fill(endpoint: str, name: str) -> StoreServers:
+    """Write the keys that the servers of a store write, and return the expected result."""
     put(endpoint, f"{name}/servers/1", {"url": "tcp://a:1"})
     put(endpoint, f"{name}/servers/2", {"url": "tcp://b:2"})
     put(endpoint, f"{name}/leader", {"url": "tcp://b:2", "epoch": 3})
-    return Found("tcp://b:2", ("tcp://b:2", "tcp://a:1"))
+    return StoreServers("tcp://b:2", ("tcp://b:2", "tcp://a:1"))
 
 
 def test_the_leader_comes_first_among_the_servers(etcd_cluster: Cluster, etcd_url: str) -> None:
-    assert look(etcd_url) == Found("", ())
+    assert look(etcd_url) == StoreServers("", ())
     expected = fill(etcd_cluster.endpoints[0], address_of(etcd_url).space)
     assert look(etcd_url) == expected
 
 
-def test_a_member_that_is_gone_or_hangs_costs_a_moment(etcd_cluster: Cluster, etcd_url: str) -> None:
+def test_a_dead_or_hanging_member_is_skipped(etcd_cluster: Cluster, etcd_url: str) -> None:
     name = address_of(etcd_url).space
     expected = fill(etcd_cluster.endpoints[0], name)
     with socket.create_server(("127.0.0.1", 0)) as hangs:
@@ -70,7 +70,7 @@ def test_a_member_that_is_gone_or_hangs_costs_a_moment(etcd_cluster: Cluster, et
     assert "no answer" in caught.value.tried[f"127.0.0.1:{silent}"]
 
 
-def test_what_is_not_etcd_is_said_to_be_none() -> None:
+def test_a_port_that_is_not_etcd_is_named_in_the_error() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as pool:
 
         def answer() -> None:
@@ -88,41 +88,39 @@ def test_what_is_not_etcd_is_said_to_be_none() -> None:
 def test_at_most_three_of_many_may_start_a_server(etcd_url: str) -> None:
     with ThreadPoolExecutor(12) as pool:
         claims = list(pool.map(claim, [etcd_url] * 12))
-    assert sum(lease is not None for lease in claims) == SEATS
-    give_up_seat(address_of(etcd_url), next(lease for lease in claims if lease), Deadline(AMPLE_S))
+    assert sum(lease is not None for lease in claims) == MAX_PERMITS
+    release_start_permit(address_of(etcd_url), next(lease for lease in claims if lease), Deadline(AMPLE_S))
     assert claim(etcd_url) is not None
     assert claim(etcd_url) is None
 
 
-def test_no_seat_is_given_where_there_is_a_server(etcd_cluster: Cluster, etcd_url: str) -> None:
+def test_no_permit_is_given_if_there_is_a_server(etcd_cluster: Cluster, etcd_url: str) -> None:
     put(etcd_cluster.endpoints[0], f"{address_of(etcd_url).space}/servers/1", {"url": "tcp://a:1"})
     assert claim(etcd_url) is None
-    assert post(etcd_cluster.endpoints[0], "/v3/kv/range", seats(etcd_url)).get("kvs") is None
+    assert post(etcd_cluster.endpoints[0], "/v3/kv/range", permits(etcd_url)).get("kvs") is None
 
 
 @pytest.mark.parametrize("listed", [0, 1, 2, 3])
-def test_beside_servers_there_are_seats_for_as_many_as_are_missing(
-    etcd_cluster: Cluster, etcd_url: str, listed: int
-) -> None:
+def test_permits_are_given_for_missing_servers_only(etcd_cluster: Cluster, etcd_url: str, listed: int) -> None:
     for number in range(listed):
         put(etcd_cluster.endpoints[0], f"{address_of(etcd_url).space}/servers/{number}", {"url": f"tcp://a:{number}"})
 
     def beside(url: str) -> int | None:
-        return claim_seat(address_of(url), Deadline(AMPLE_S), beside=True)
+        return claim_start_permit(address_of(url), Deadline(AMPLE_S), beside=True)
 
     with ThreadPoolExecutor(8) as pool:
         claims = list(pool.map(beside, [etcd_url] * 8))
-    assert sum(lease is not None for lease in claims) == SEATS - listed
+    assert sum(lease is not None for lease in claims) == MAX_PERMITS - listed
 
 
-def seats(url: str) -> dict[str, str]:
+def permits(url: str) -> dict[str, str]:
     name = address_of(url).space
     return {"key": base64(f"{name}/seats/"), "range_end": base64(f"{name}/seats0")}
 
 
 def test_users_are_let_in_by_password_and_others_are_not(guarded: Cluster) -> None:
     own = f"{guarded.url}/hers?user={USER}&password={WORD}"
-    assert look(own) == Found("", ())
+    assert look(own) == StoreServers("", ())
     assert claim(own) is not None
     for url, why in (
         (f"{guarded.url}/hers?user={USER}&password=wrong", "user ann"),
@@ -153,7 +151,7 @@ def openssl(folder: Path, *words: str) -> None:
 
 
 def certificates(folder: Path) -> None:
-    """Make an authority and a certificate that it has signed, for the member and its clients alike."""
+    """Create an authority, and a certificate signed by it for the member and its clients."""
     (folder / "cnf").write_text(CERTIFICATES)
     new = ("req", "-config", "cnf", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
     openssl(folder, *new, "-x509", "-extensions", "authority", "-keyout", "ca.key", "-out", "ca.pem")
@@ -164,7 +162,7 @@ def certificates(folder: Path) -> None:
 
 @pytest.fixture
 def encrypted(tmp_path: Path) -> Iterator[str]:
-    """The URL of a member that speaks TLS, to those with a certificate; without the path of ours."""
+    """The URL of a member that requires TLS with client certificates; without the path of our own."""
     certificates(tmp_path)
     port, peer = net.free_port("127.0.0.1"), net.free_port("127.0.0.1")
     flags = {
@@ -192,14 +190,14 @@ def encrypted(tmp_path: Path) -> Iterator[str]:
 @pytest.mark.needs("openssl")
 def test_tls_with_certificates(encrypted: str, tmp_path: Path) -> None:
     ca, own = f"ca={tmp_path}/ca.pem", f"cert={tmp_path}/own.pem&key={tmp_path}/own.key"
-    assert look(f"{encrypted}?{ca}&{own}") == Found("", ())
+    assert look(f"{encrypted}?{ca}&{own}") == StoreServers("", ())
     with pytest.raises(NoQuorum, match="certificate"):
         look(f"{encrypted}?{ca}", 0.5)
     with pytest.raises(NoQuorum, match="certificate verify failed"):
         look(f"{encrypted}?{own}", 0.5)
 
 
-def test_looking_up_imports_no_grpc_and_no_asyncio() -> None:
-    code = "import sys, rallypoint.storage.etcd_lookup; print(*{'grpc', 'asyncio'} & set(sys.modules))"
+def test_looking_up_imports_no_hpack_and_no_asyncio() -> None:
+    code = "import sys, rallypoint.storage.etcd.lookup; print(*{'hpack', 'asyncio'} & set(sys.modules))"
     asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert asked.stdout.strip() == ""

@@ -1,4 +1,4 @@
-"""What docs/etcd.md shows is run, and the flags of etcd that it names are flags of etcd."""
+"""The commands and code of docs/etcd.md are run, and the flags that it names are flags of etcd."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
 
-from rallypoint.etcd.local import LocalCluster
-from rallypoint.etcd.member import find_binary
+from rallypoint.etcd.local.cluster import LocalCluster
+from rallypoint.etcd.local.member import find_binary
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -23,7 +23,7 @@ UNLISTED = {"--enable-grpc-gateway"}
 """Flags of etcd that its help leaves out."""
 
 LATER = {"--peer-"}
-"""What looks like a flag, and is how several begin."""
+"""A prefix of several flags, which looks like a flag."""
 
 
 def blocks(kind: str) -> list[str]:
@@ -36,7 +36,7 @@ def without_numbers(text: str) -> str:
     return re.sub(r"\d+", "0", text)
 
 
-def test_the_session_that_it_shows(tmp_path: Path) -> None:
+def test_the_console_session_of_the_page_is_real(tmp_path: Path) -> None:
     (session,) = blocks("console")
     (tmp_path / "rallypoint").write_text(f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -m rallypoint "$@"\n')
     (tmp_path / "rallypoint").chmod(0o755)
@@ -53,7 +53,7 @@ def test_the_session_that_it_shows(tmp_path: Path) -> None:
         LocalCluster(tmp_path / "cluster").down(purge=True)
 
 
-def test_its_python(etcd_url: str) -> None:
+def test_the_python_of_the_page_runs(etcd_url: str) -> None:
     (block,) = blocks("python")
     block = re.sub(r"etcd://[^\"]+", etcd_url, block)
     names: dict[str, object] = {}
@@ -66,7 +66,7 @@ def test_its_python(etcd_url: str) -> None:
             exec(line, names)
 
 
-def test_its_flags_are_etcds() -> None:
+def test_the_flags_on_the_page_are_flags_of_etcd() -> None:
     asked = subprocess.run([find_binary(), "--help"], capture_output=True, text=True)
     known = set(re.findall(r"--[a-z0-9-]+", asked.stdout + asked.stderr))
     manifest = "".join(re.findall(r"- etcd\n(.*?)ports:", blocks("yaml")[0], re.S))

@@ -1,7 +1,7 @@
-"""Peers that send what is wrong, too much, too little or too slowly, while a healthy client works on beside them.
+"""Peers that send bad input, or too much, too little or too slowly, while a healthy client keeps working.
 
-What is shown is that the healthy one's answers are right and come, that what was stored stays, and that the server's
-memory stays within bounds; never how long something took.
+The healthy client must get the right replies, stored data must stay, and the server's memory must stay bounded. Nothing
+is asserted about time.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.faults.conftest import Start
-from tests.wire import MIB, Peer, Serving
+from tests.raw_peer import MIB, RawPeer, ServerProcess
 
 from rallypoint import net
 from rallypoint.protocol.c10d import Opcode, encode
@@ -33,19 +33,19 @@ BAD = {
 
 
 @pytest.fixture(params=["uvloop", "asyncio", pytest.param("etcd", marks=pytest.mark.needs("etcd"))])
-def server(request: pytest.FixtureRequest, start: Start) -> Serving:
+def server(request: pytest.FixtureRequest, start: Start) -> ServerProcess:
     if request.param == "etcd":
         return start(storage=request.getfixturevalue("etcd_url"))
     return start(uvloop=request.param == "uvloop")
 
 
 @pytest.fixture
-def healthy(server: Serving) -> Iterator[Peer]:
+def healthy(server: ServerProcess) -> Iterator[RawPeer]:
     with server.peer() as peer:
         yield peer
 
 
-def test_what_is_wrong_ends_only_who_said_it(server: Serving, healthy: Peer) -> None:
+def test_bad_input_ends_only_its_own_connection(server: ServerProcess, healthy: RawPeer) -> None:
     waiting = server.peer()
     waiting.wait(b"/awaited")
     for bad in BAD.values():
@@ -60,7 +60,7 @@ def test_what_is_wrong_ends_only_who_said_it(server: Serving, healthy: Peer) -> 
     assert server.log().count("dropped") == 1, "one line for one address"
 
 
-def test_half_a_message_and_then_nothing(server: Serving, healthy: Peer) -> None:
+def test_half_messages_take_no_effect_and_leave_nothing(server: ServerProcess, healthy: RawPeer) -> None:
     message = encode(Opcode.MULTI_SET, 2, b"/half/a", b"v", b"/half/b", b"v" * 100_000)
     for size in (1, 9, 20, 50, 5_000, len(message) - 1):
         with server.peer() as peer:
@@ -68,12 +68,12 @@ def test_half_a_message_and_then_nothing(server: Serving, healthy: Peer) -> None
             healthy.work(1)
     healthy.send(encode(Opcode.CHECK, 1, b"/half/a"))
     assert healthy.read(1) == b"\1"
-    server.until(lambda facts: facts["connections"] == 2)  # the healthy one and this question
+    server.until(lambda facts: facts["connections"] == 2)  # the healthy one, and that of this request
     bytes_held = server.statistics()["bytes"]
     assert bytes_held < 100_000
 
 
-def test_one_byte_at_a_time(server: Serving, healthy: Peer) -> None:
+def test_one_byte_at_a_time(server: ServerProcess, healthy: RawPeer) -> None:
     slow = server.peer()
     for byte in encode(Opcode.MULTI_SET, 2, b"/slow/a", b"one", b"/slow/b", b"two"):
         assert healthy.get(b"/slow/a") == b""
@@ -83,8 +83,8 @@ def test_one_byte_at_a_time(server: Serving, healthy: Peer) -> None:
     slow.close()
 
 
-def flood(peer: Peer, data: bytes) -> None:
-    """Send as much as goes without waiting."""
+def flood(peer: RawPeer, data: bytes) -> None:
+    """Send as much as the socket accepts without blocking."""
     peer.socket.setblocking(False)
     view = memoryview(data)
     with contextlib.suppress(BlockingIOError):
@@ -92,14 +92,16 @@ def flood(peer: Peer, data: bytes) -> None:
             view = view[peer.socket.send(view) :]
 
 
-def send_quietly(peer: Peer, data: bytes) -> None:
-    """Send as much as the other side takes; it may hang up."""
+def send_quietly(peer: RawPeer, data: bytes) -> None:
+    """Send as much as the other side accepts; it may disconnect."""
     with contextlib.suppress(ConnectionError):
         peer.send(data)
 
 
 @pytest.mark.parametrize("value_bytes", [8 * MIB, 60_000, 10])
-def test_a_peer_that_asks_and_never_reads(server: Serving, healthy: Peer, value_bytes: int) -> None:
+def test_a_peer_that_never_reads_holds_bounded_memory(
+    server: ServerProcess, healthy: RawPeer, value_bytes: int
+) -> None:
     healthy.set(b"/large", b"v" * value_bytes)
     before = server.memory()
     with contextlib.ExitStack() as stack:
@@ -113,7 +115,7 @@ def test_a_peer_that_asks_and_never_reads(server: Serving, healthy: Peer, value_
     healthy.work(1)
 
 
-def test_a_peer_that_reads_late_gets_everything_in_order(server: Serving, healthy: Peer) -> None:
+def test_a_peer_that_reads_late_gets_everything_in_order(server: ServerProcess, healthy: RawPeer) -> None:
     values = [bytes((n,)) * 300_000 for n in range(40)]
     for n, value in enumerate(values):
         healthy.set(b"/late/%d" % n, value)
@@ -126,7 +128,7 @@ def test_a_peer_that_reads_late_gets_everything_in_order(server: Serving, health
     late.close()
 
 
-def test_a_browser_that_asks_and_never_reads(server: Serving, healthy: Peer) -> None:
+def test_a_browser_that_never_reads_holds_bounded_memory(server: ServerProcess, healthy: RawPeer) -> None:
     before = server.memory()
     mute = server.peer(greet=False)
     flood(mute, b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 200_000)
@@ -135,13 +137,13 @@ def test_a_browser_that_asks_and_never_reads(server: Serving, healthy: Peer) -> 
     mute.close()
 
 
-def test_the_kernel_cuts_a_peer_that_lives_and_reads_nothing(start: Start) -> None:
+def test_the_kernel_disconnects_a_live_peer_that_never_reads(start: Start) -> None:
     server = start()
     with server.peer() as healthy, server.peer() as mute:
         healthy.set(b"/large", b"v" * 8 * MIB)
         mute.send(encode(Opcode.GET, b"/large") * 100)
         healthy.work(2)
-        facts = server.until(lambda facts: facts["connections"] == 2)  # else it may hold memory for ever
+        facts = server.until(lambda facts: facts["connections"] == 2)  # otherwise it may hold memory for ever
         assert facts["bytes"] < 9 * MIB
 
 
@@ -183,7 +185,7 @@ def test_unread_answers_stay_within_the_memory_limit(start: Start, uvloop: bool)
         assert grown < 200 * MIB, f"{grown / MIB:.0f} MiB"
 
 
-def test_a_full_store_ends_only_who_writes(start: Start) -> None:
+def test_a_full_store_disconnects_only_writers(start: Start) -> None:
     server = start(max_memory=4 * MIB)
     with server.peer() as healthy:
         healthy.set(b"/kept", b"v" * MIB)
@@ -204,7 +206,7 @@ def test_a_full_store_ends_only_who_writes(start: Start) -> None:
         assert facts["bytes"] < 2 * MIB
 
 
-def test_500_connections_with_half_a_message_each(server: Serving, healthy: Peer) -> None:
+def test_500_connections_with_half_a_message_each(server: ServerProcess, healthy: RawPeer) -> None:
     net.raise_file_limit(4096)
     assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] >= 2000
     message = encode(Opcode.SET, b"/one-of-500", b"v" * 2_000)

@@ -1,6 +1,6 @@
-"""Crowds: thousands that come at once, and thousands that stay.
+"""Thousands of connections at once, and thousands of idle ones.
 
-RALLYPOINT_CROWD sets how many stay. The figures for memory are printed (`pytest -s`); what is asserted is loose.
+RALLYPOINT_CROWD sets how many are idle. The figures for memory are printed (`pytest -s`); what is asserted is loose.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import subprocess
 
 import pytest
 from tests.faults.conftest import Start
-from tests.wire import AMPLE_S, MIB, Serving, read_line, script, until
+from tests.raw_peer import AMPLE_S, MIB, ServerProcess, read_line, script, until
 
 FILES = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # what one process may have, and the server is one
 IDLE = min(int(os.environ.get("RALLYPOINT_CROWD", "10000")), (FILES - 200) // 2 * 2)
@@ -32,22 +32,24 @@ def hang_up_hard(sock):
 def say(line):
     print(line, flush=True)
 
-def all_hear(sockets):
-    "Read a pong on every one, in whatever order they come; return how many had one."
-    heard = 0
+def when_ready(sockets, event):
+    "Yield each socket when it is ready, in any order, until none is ready for a minute."
     with selectors.DefaultSelector() as ready:
         for sock in sockets:
-            ready.register(sock, selectors.EVENT_READ)
-        while ready.get_map():
-            events = ready.select(60)
-            if not events:
-                break
+            ready.register(sock, event)
+        while events := ready.get_map() and ready.select(60):
             for key, _ in events:
                 ready.unregister(key.fileobj)
-                try:
-                    heard += key.fileobj.recv(4) == struct.pack("<I", 7)
-                except OSError:
-                    pass
+                yield key.fileobj
+
+def all_hear(sockets):
+    "Read a pong on every socket; return how many had one."
+    heard = 0
+    for sock in when_ready(sockets, selectors.EVENT_READ):
+        try:
+            heard += sock.recv(4) == struct.pack("<I", 7)
+        except OSError:
+            pass
     return heard
 """
 
@@ -75,28 +77,20 @@ say("ready")
 sys.stdin.readline()
 for sock in sockets:
     sock.connect_ex((host, port))
-with selectors.DefaultSelector() as ready:
-    for sock in sockets:
-        ready.register(sock, selectors.EVENT_WRITE)
-    while ready.get_map():
-        events = ready.select(60)
-        if not events:
-            break
-        for key, _ in events:
-            ready.unregister(key.fileobj)
-            try:
-                key.fileobj.sendall(hello)
-            except OSError:
-                pass
+for sock in when_ready(sockets, selectors.EVENT_WRITE):
+    try:
+        sock.sendall(hello)
+    except OSError:
+        pass
 say(all_hear(sockets))
 sys.stdin.readline()
 """
 
 
 def crowd(
-    stack: contextlib.ExitStack, code: str, server: Serving, total: int, parts: int
+    stack: contextlib.ExitStack, code: str, server: ServerProcess, total: int, parts: int
 ) -> list[subprocess.Popen[bytes]]:
-    """Start some processes that have so many connections together."""
+    """Start processes that hold this many connections together."""
     each = total // parts
     return [stack.enter_context(script(CROWD + code, *server.address, each)) for _ in range(parts)]
 
@@ -109,7 +103,7 @@ def tell(children: list[subprocess.Popen[bytes]]) -> None:
 
 
 @pytest.mark.parametrize("uvloop", [True, False])
-def test_a_storm_of_2000_connections_all_get_in(start: Start, uvloop: bool) -> None:
+def test_2000_connections_at_once_are_all_accepted(start: Start, uvloop: bool) -> None:
     server = start(uvloop)
     with contextlib.ExitStack() as stack, server.peer() as healthy:
         children = crowd(stack, RUSH, server, STORM, 4)
@@ -144,13 +138,13 @@ def test_10000_connections_that_idle_are_cheap_and_all_answered(
     assert each < 16 * 1024
 
 
-def test_more_than_there_are_descriptors_for(start: Start) -> None:
+def test_connections_beyond_the_descriptor_limit_are_refused(start: Start) -> None:
     server = start()
     with server.peer() as healthy, contextlib.ExitStack() as stack:
         resource.prlimit(server.child.pid, resource.RLIMIT_NOFILE, (100, 100))
         peers = [stack.enter_context(server.peer(greet=False)) for _ in range(200)]
         healthy.work(5)
-        refused = peers[-1].rest()  # hung up on at once, not left to wait
+        refused = peers[-1].rest()  # closed at once, not left waiting
         assert refused == b""
         for peer in peers:
             peer.close()
@@ -158,19 +152,20 @@ def test_more_than_there_are_descriptors_for(start: Start) -> None:
         until(lambda: let_in(server), bool)
 
 
-def let_in(server: Serving) -> bool:
+def let_in(server: ServerProcess) -> bool:
     with contextlib.suppress(ConnectionError):
         server.peer().close()
         return True
     return False
 
 
-def test_thousands_that_come_and_go_leave_nothing(start: Start) -> None:
+def test_thousands_of_short_connections_leave_nothing(start: Start) -> None:
     server = start()
     with server.peer() as healthy:
         for _ in range(300):
             server.peer().close()
-        before = server.until(lambda facts: facts["connections"] == 2) and server.memory()
+        server.until(lambda facts: facts["connections"] == 2)
+        before = server.memory()
         for n in range(3000):
             with server.peer() as peer:
                 peer.wait(b"/never/%d" % n, b"/other")

@@ -1,5 +1,5 @@
-"""Clients killed by SIGKILL in the middle of things: the server forgets their waits, turns and arrivals, and what was
-half said never happened. The others get what was meant for the dead.
+"""Clients killed by SIGKILL in mid-request: the server drops their waits, turns and arrivals, and half a request has no
+effect. Other clients get the items and turns of the dead.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 from tests.faults.conftest import Start
-from tests.wire import MIB, TOLD, Peer, Serving, read_line, script
+from tests.raw_peer import MIB, WAITED, RawPeer, ServerProcess, read_line, script
 
 from rallypoint.protocol.c10d import Opcode, encode
 
@@ -35,23 +35,23 @@ IN_LINE = encode(Opcode.WAIT, 1, b"/q")
 
 
 def send(*messages: bytes) -> str:
-    """Tell a client to send this, and a ping, whose answer shows that it was received."""
+    """Return the step that makes a client send these bytes."""
     return "send:" + b"".join(messages).hex()
 
 
 @pytest.fixture
-def server(start: Start) -> Serving:
+def server(start: Start) -> ServerProcess:
     return start()
 
 
 @pytest.fixture
-def survivor(server: Serving) -> Iterator[Peer]:
+def survivor(server: ServerProcess) -> Iterator[RawPeer]:
     with server.peer() as peer:
         yield peer
 
 
 @contextlib.contextmanager
-def client(server: Serving, *steps: str) -> Iterator[subprocess.Popen[bytes]]:
+def client(server: ServerProcess, *steps: str) -> Iterator[subprocess.Popen[bytes]]:
     """Run a client process up to and including these steps."""
     with script(CLIENT, *server.address, *steps) as child:
         for step in steps:
@@ -64,7 +64,7 @@ def kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def test_a_wait_is_forgotten(server: Serving, survivor: Peer) -> None:
+def test_a_wait_is_forgotten(server: ServerProcess, survivor: RawPeer) -> None:
     keys = [b"/never/%d" % n for n in range(1000)]
     waits = [encode(Opcode.WAIT, 1, b"/never"), encode(Opcode.WAIT, len(keys), *keys), IN_LINE]
     for wait in waits:
@@ -78,7 +78,7 @@ def test_a_wait_is_forgotten(server: Serving, survivor: Peer) -> None:
     assert survivor.pop(b"/q") == b"item"
 
 
-def test_an_arrival_is_taken_back(server: Serving, survivor: Peer) -> None:
+def test_an_arrival_is_taken_back(server: ServerProcess, survivor: RawPeer) -> None:
     arrive = encode(Opcode.BARRIER, b"/b", 3)
     with server.peer() as other, client(server, send(arrive, PING), "read:4") as child:
         other.send(arrive)
@@ -88,41 +88,41 @@ def test_an_arrival_is_taken_back(server: Serving, survivor: Peer) -> None:
         server.until(lambda facts: facts["waiting"] == 1)
         assert survivor.get(b"/b") == b"1"
         survivor.send(arrive + PING)
-        assert survivor.read(4) == b"\7\0\0\0", "the barrier let two through that was for three"
+        assert survivor.read(4) == b"\7\0\0\0", "a barrier of three released two members"
         with server.peer() as third:
             third.send(arrive)
-            assert third.read(1) == other.read(1) == survivor.read(1) == TOLD
+            assert third.read(1) == other.read(1) == survivor.read(1) == WAITED
 
 
-def test_a_turn_goes_to_the_next_in_line(server: Serving, survivor: Peer) -> None:
+def test_a_turn_goes_to_the_next_in_line(server: ServerProcess, survivor: RawPeer) -> None:
     with client(server, send(IN_LINE, PING), "read:4") as first, server.peer() as second:
         second.send(IN_LINE + PING)
         assert second.read(4) == b"\7\0\0\0"
-        survivor.push(b"/q", b"item")  # the first is told, and killed before it pops
+        survivor.push(b"/q", b"item")  # the first gets the turn, and is killed before it pops
         kill(first)
-        assert second.read(1) == TOLD
+        assert second.read(1) == WAITED
         assert second.pop(b"/q") == b"item"
     assert server.until(lambda facts: facts["waiting"] == 0)["queues"] == 0
 
 
-def test_a_turn_that_was_told_goes_to_the_next_in_line(server: Serving, survivor: Peer) -> None:
+def test_a_turn_announced_to_a_killed_client_goes_to_the_next_in_line(server: ServerProcess, survivor: RawPeer) -> None:
     survivor.push(b"/q", b"item")
     with client(server, send(IN_LINE), "read:1") as first:
         survivor.send(IN_LINE)
         kill(first)
-        assert survivor.read(1) == TOLD
+        assert survivor.read(1) == WAITED
         assert survivor.pop(b"/q") == b"item"
 
 
-def test_a_turn_that_is_not_used_is_taken_back_from_the_living_too(server: Serving, survivor: Peer) -> None:
+def test_an_unused_turn_is_taken_back_from_a_live_client(server: ServerProcess, survivor: RawPeer) -> None:
     survivor.push(b"/q", b"item")
     with client(server, send(IN_LINE), "read:1"):
         survivor.send(IN_LINE)
-        assert survivor.read(1) == TOLD  # by the sweep, for the first one sits still
+        assert survivor.read(1) == WAITED  # by the sweep, because the first client does nothing
         assert survivor.pop(b"/q") == b"item"
 
 
-def test_half_a_message_never_happened(server: Serving, survivor: Peer) -> None:
+def test_half_a_message_never_happened(server: ServerProcess, survivor: RawPeer) -> None:
     message = encode(Opcode.MULTI_SET, 2, b"/a", b"v", b"/b", b"v" * 50_000)
     survivor.wait(b"/a")
     with client(server, send(message[:-1])) as child:
@@ -131,10 +131,10 @@ def test_half_a_message_never_happened(server: Serving, survivor: Peer) -> None:
     assert facts["keys"] == 0 and facts["waiting"] == 1
     with server.peer() as other:
         other.set(b"/a", b"")
-    assert survivor.read(1) == TOLD
+    assert survivor.read(1) == WAITED
 
 
-def test_an_answer_that_nobody_takes_is_let_go(server: Serving, survivor: Peer) -> None:
+def test_replies_for_a_killed_client_are_dropped(server: ServerProcess, survivor: RawPeer) -> None:
     survivor.set(b"/large", b"v" * 8 * MIB)
     with client(server, send(encode(Opcode.GET, b"/large") * 50), "read:100") as child:
         kill(child)
@@ -142,7 +142,7 @@ def test_an_answer_that_nobody_takes_is_let_go(server: Serving, survivor: Peer) 
     assert facts["bytes"] < 8 * MIB + 1000
 
 
-def test_a_crowd_that_waits_is_killed_at_once(server: Serving, survivor: Peer) -> None:
+def test_many_waiting_clients_are_killed_at_once(server: ServerProcess, survivor: RawPeer) -> None:
     steps = [
         send(encode(Opcode.WAIT, 2, b"/x", b"/y"), PING),
         send(encode(Opcode.BARRIER, b"/b", 100), PING),

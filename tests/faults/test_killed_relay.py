@@ -1,18 +1,20 @@
-"""A relay that is killed again and again under clients of ours that know the server's address, too: nobody notices.
+"""A relay is killed repeatedly; native clients that also know the server's address see no failure.
 
-Their sessions go on, by the next relay or directly, with their leases; no call fails, and each is carried out once.
-PyTorch's clients of that relay are disconnected, and can come again.
+Their sessions continue, through the next relay or directly, with their leases; no call fails, and each is executed
+once. PyTorch's clients of that relay are disconnected, and can reconnect.
 """
 
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import pytest
-from tests.wire import AMPLE_S, Peer, read_line, script, until
+from tests.raw_peer import AMPLE_S, RawPeer, read_line, script, until
 
 import rallypoint
 
@@ -51,7 +53,7 @@ def work_on(store: rallypoint.Store) -> None:
 
 
 @pytest.mark.parametrize("unix", [False, True], ids=["tcp", "unix"])
-def test_clients_that_know_both_addresses_go_on(unix: bool, tmp_path: Path) -> None:
+def test_clients_that_know_both_addresses_continue(unix: bool, tmp_path: Path) -> None:
     with contextlib.ExitStack() as stack:
         server = stack.enter_context(rallypoint.Server(grace=AMPLE_S))
         relay = stack.enter_context(rallypoint.Relay(server.url, unix=str(tmp_path / "relay") if unix else None))
@@ -63,7 +65,7 @@ def test_clients_that_know_both_addresses_go_on(unix: bool, tmp_path: Path) -> N
             work_on(store)
             pid = relay.pid
             os.kill(pid, signal.SIGKILL)
-            until(lambda: relay.pid, lambda now, killed=pid: now != killed)
+            until(lambda: relay.pid, partial(operator.ne, pid))
         work_on(store)
         store.set("stop", "")
         made = [int(read_line(child)) for child in children]
@@ -71,17 +73,17 @@ def test_clients_that_know_both_addresses_go_on(unix: bool, tmp_path: Path) -> N
         assert store.queue_len("items") == 0
 
 
-def test_torchs_clients_are_disconnected_and_come_again() -> None:
+def test_torchs_clients_are_disconnected_and_can_reconnect() -> None:
     with rallypoint.Server() as server, rallypoint.Relay(server.url) as relay:
         address = ("127.0.0.1", relay.port)
-        with Peer(address) as peer, Peer(address) as waits:
+        with RawPeer(address) as peer, RawPeer(address) as waits:
             peer.work(1)
             peer.set(b"/kept", b"value")
             waits.wait(b"/never")
             peer.ping()
             os.kill(relay.pid, signal.SIGKILL)
             assert peer.rest() == waits.rest() == b""
-        with Peer(address) as again:
+        with RawPeer(address) as again:
             assert again.get(b"/kept") == b"value"
             again.work(1)
         until(lambda: server.statistics()["waiting"], lambda count: count == 0)

@@ -1,7 +1,7 @@
-"""Strangers at a relay's port and at the server's port for relays, while healthy clients of the relay work on.
+"""Strangers at a relay's port and at the server's port for relays, while healthy clients of the relay keep working.
 
-What is shown is that the healthy ones' answers are right and come, that nobody else is disconnected, that both
-processes' memory stays within bounds, and that nothing in them fails; never how long something took.
+The healthy clients must get the right replies, no one else may be disconnected, the memory of both processes must stay
+bounded, and neither may log an error. Nothing is asserted about time.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import random
-import select
 import signal
 import struct
 import threading
@@ -19,7 +18,7 @@ from typing import NamedTuple
 
 import pytest
 from tests.faults.test_bad_input import BAD, flood
-from tests.wire import AMPLE_S, MIB, Peer, Relaying, Serving, until
+from tests.raw_peer import AMPLE_S, MIB, RawPeer, RelayProcess, ServerProcess, until
 
 import rallypoint
 from rallypoint.core import ops
@@ -27,7 +26,8 @@ from rallypoint.protocol import channels, native
 from rallypoint.protocol.c10d import Opcode, encode, hello
 from rallypoint.protocol.channels import WINDOW, close_frame, credit_frame, data_frames, data_head
 from rallypoint.protocol.native import Hello, frame
-from rallypoint.relay.torch_client import MAX_LARGE
+from rallypoint.readiness import wait_readable
+from rallypoint.relay.torch.client import MAX_LARGE
 
 STRANGERS = 4
 HUGE = struct.pack("<I", 2**32 - 1)
@@ -37,13 +37,13 @@ HELLO = frame(Hello(native.VERSION, "stranger"))
 class Scene(NamedTuple):
     """A server, its relay, and a client of each protocol at the relay."""
 
-    server: Serving
-    relay: Relaying
-    torchs: Peer
+    server: ServerProcess
+    relay: RelayProcess
+    torchs: RawPeer
     ours: rallypoint.Store
 
     def works(self, times: int = 2) -> None:
-        """See that the healthy clients are well, and still connected."""
+        """Check that the healthy clients work, and are still connected."""
         self.torchs.work(times)
         before = self.ours.add("worked", 0)
         assert self.ours.add("worked", times) == before + times
@@ -52,8 +52,8 @@ class Scene(NamedTuple):
 @pytest.fixture
 def scene(tmp_path: Path) -> Iterator[Scene]:
     with (
-        Serving(tmp_path) as server,
-        Relaying(tmp_path, upstream=server.url) as relay,
+        ServerProcess(tmp_path) as server,
+        RelayProcess(tmp_path, upstream=server.url) as relay,
         relay.peer() as torchs,
         rallypoint.connect(relay.url, timeout=AMPLE_S) as ours,
     ):
@@ -81,7 +81,7 @@ NATIVE = {
 
 
 @pytest.mark.parametrize("said", [*NATIVE.values(), *BAD.values()], ids=[*NATIVE, *BAD])
-def test_nonsense_at_a_relay_ends_only_who_said_it(scene: Scene, said: bytes) -> None:
+def test_bad_input_at_a_relay_ends_only_its_own_connection(scene: Scene, said: bytes) -> None:
     greet = said in BAD.values()
     with scene.relay.peer(greet=greet) as stranger:
         with contextlib.suppress(ConnectionError):
@@ -91,12 +91,12 @@ def test_nonsense_at_a_relay_ends_only_who_said_it(scene: Scene, said: bytes) ->
             stranger.socket.shutdown(1)
         stranger.rest()
     scene.works()
-    scene.relay.until(lambda facts: facts["connections"] == 3)  # the healthy ones, and this question
+    scene.relay.until(lambda facts: facts["connections"] == 3)  # the healthy ones, and that of this request
     assert scene.relay.memory(peak=True) < 100 * MIB
 
 
 @pytest.mark.parametrize("speaks", ["torch", "ours"])
-def test_strangers_at_a_relay_who_ask_and_never_read(scene: Scene, speaks: str) -> None:
+def test_strangers_at_a_relay_that_never_read_hold_bounded_memory(scene: Scene, speaks: str) -> None:
     value = b"v" * 4 * MIB
     scene.ours.set("large", value)
     before = scene.relay.memory(), scene.server.memory()
@@ -126,7 +126,7 @@ def asks_native() -> bytes:
 
 
 @pytest.fixture
-def impostor(scene: Scene) -> Iterator[Peer]:
+def impostor(scene: Scene) -> Iterator[RawPeer]:
     """A connection with channels to the server."""
     with scene.server.peer(greet=False) as peer:
         peer.send(channels.PREFACE)
@@ -153,7 +153,7 @@ BROKEN: dict[str, Callable[[], bytes]] = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_a_relay_that_breaks_the_protocol_harms_only_itself(scene: Scene, impostor: Peer, name: str) -> None:
+def test_a_relay_that_breaks_the_protocol_harms_only_itself(scene: Scene, impostor: RawPeer, name: str) -> None:
     with contextlib.suppress(ConnectionError):
         impostor.send(BROKEN[name]())
     scene.works()
@@ -164,7 +164,7 @@ def test_a_relay_that_breaks_the_protocol_harms_only_itself(scene: Scene, impost
     assert scene.server.memory(peak=True) < 120 * MIB
 
 
-def test_frames_by_chance(scene: Scene) -> None:
+def test_random_frames_harm_only_their_connection(scene: Scene) -> None:
     chance = random.Random(11)
     for _ in range(40):
         with scene.server.peer(greet=False) as peer, contextlib.suppress(ConnectionError):
@@ -190,7 +190,7 @@ def some_frame(chance: random.Random) -> bytes:
     return chance.choices(makers, (3, 6, 1, 1, 1))[0]()
 
 
-def test_a_hundred_thousand_channels(scene: Scene, impostor: Peer) -> None:
+def test_a_hundred_thousand_channels_hold_bounded_memory(scene: Scene, impostor: RawPeer) -> None:
     opened = threading.Thread(target=open_channels, args=(impostor, 100_000))
     opened.start()
     scene.works(50)
@@ -198,11 +198,11 @@ def test_a_hundred_thousand_channels(scene: Scene, impostor: Peer) -> None:
     scene.works()
     assert scene.server.memory(peak=True) < 300 * MIB, f"{scene.server.memory(peak=True) // MIB} MiB"
     impostor.close()
-    scene.server.until(lambda facts: facts["connections"] <= 2)  # the relay, and this question
+    scene.server.until(lambda facts: facts["connections"] <= 2)  # the relay's, and that of this request
     scene.works()
 
 
-def open_channels(impostor: Peer, count: int) -> None:
+def open_channels(impostor: RawPeer, count: int) -> None:
     with contextlib.suppress(ConnectionError):
         for first in range(1, count, 1000):
             impostor.send(b"".join(data_frames(number, HELLO[:2]) for number in range(first, first + 1000)))
@@ -212,8 +212,8 @@ def open_channels(impostor: Peer, count: int) -> None:
 
 
 @pytest.mark.parametrize("who", ["server", "relay"])
-def test_whoever_is_stopped_for_a_while_is_waited_for(scene: Scene, who: str) -> None:
-    """What is asked while a process does not run at all can have no answer before it goes on."""
+def test_clients_wait_for_a_stopped_relay_or_server(scene: Scene, who: str) -> None:
+    """Requests to a stopped process are answered after it continues, and not before."""
     child = getattr(scene, who).child
     answers: list[int] = []
     asks = threading.Thread(target=lambda: answers.append(scene.ours.add("while stopped", 1)))
@@ -222,7 +222,7 @@ def test_whoever_is_stopped_for_a_while_is_waited_for(scene: Scene, who: str) ->
         until(lambda: Path(f"/proc/{child.pid}/stat").read_text().rpartition(") ")[2][0], lambda state: state == "T")
         asks.start()
         scene.torchs.send(encode(Opcode.ADD, b"/asked while stopped", 1))
-        assert not select.select([scene.torchs.socket], [], [], 0.0)[0] and not answers
+        assert not wait_readable(scene.torchs.socket, timeout_s=0.0) and not answers
     finally:
         os.kill(child.pid, signal.SIGCONT)
     assert scene.torchs.number() == 1

@@ -1,4 +1,4 @@
-"""Nodes that are real processes: two of eight are killed, three come; and one whose wall clock is an hour off."""
+"""Nodes as real processes: two of eight are killed and three join; one has a wall clock that is an hour off."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import rallypoint
-from rallypoint.elastic.rendezvous import Status
+from rallypoint.recipes.rendezvous import Status
 
 AMPLE_S = 60.0
 
@@ -36,7 +36,7 @@ except rallypoint.RunClosed as closed:
 
 
 class Nodes:
-    """Processes by name, and what they say."""
+    """Processes by name, and their output."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -102,7 +102,7 @@ def nodes(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Nodes]:
                 child.wait()
 
 
-def test_two_of_eight_are_killed_and_three_come(nodes: Nodes) -> None:
+def test_after_two_of_eight_nodes_are_killed_three_join(nodes: Nodes) -> None:
     names = [f"node-{number}" for number in range(8)]
     for name in names:
         nodes.start(name, 3600.0 if name == "node-5" else 0.0)
@@ -113,9 +113,9 @@ def test_two_of_eight_are_killed_and_three_come(nodes: Nodes) -> None:
     for name in victims:
         nodes.kill(name)
     six = nodes.in_one_round()
-    assert any(nodes.heard(f"over lost {name} (") for name in victims), "who was lost first is named"
+    assert any(nodes.heard(f"over lost {name} (") for name in victims), "the first lost node is named"
     assert sorted(six.values()) == list(range(6))
-    assert all(six[name] == before[name] for name in six if before[name] < 6), "ranks that can be kept are"
+    assert all(six[name] == before[name] for name in six if before[name] < 6), "ranks are kept where possible"
 
     for name in (victims[0], "node-8", "node-9"):
         nodes.start(name)
@@ -126,7 +126,7 @@ def test_two_of_eight_are_killed_and_three_come(nodes: Nodes) -> None:
     assert all(lines[-1][:2] == ["closed", "done"] for name, lines in nodes.said.items() if name in nodes.children)
 
 
-def test_a_lone_node_that_was_killed_comes_back_under_its_name(nodes: Nodes) -> None:
+def test_a_killed_lone_node_rejoins_under_its_name(nodes: Nodes) -> None:
     for name in ("a", "b", "c", "d"):
         nodes.start(name)
     before = nodes.in_one_round()

@@ -1,4 +1,4 @@
-"""Real processes at a barrier, a lock and a group, of which one is killed: the others hear of it, by name."""
+"""Real processes at a barrier, a lock and a group, of which one is killed: the others are notified, with its name."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ elif what == "hold":
     print("holds", flush=True)
     sys.stdin.read()
 elif what == "give":
-    from rallypoint.recipes import hosting
-    hosting.PROGRESS_S = 0.05
+    from rallypoint.recipes.hosting import shared_object
+    shared_object.PROGRESS_S = 0.05
     said = lambda waiting: print("earlier process" in waiting.reason and "held" or "given", flush=True)
     exchange = rallypoint.Exchange(store, "e", 4, progress=said)
     print("ready", flush=True)
@@ -75,7 +75,7 @@ def start() -> Iterator[Start]:
 
 @pytest.fixture
 def grace_s() -> float:
-    """How long the server keeps the session of one that was killed."""
+    """How long the server keeps the session of a killed process."""
     return 0.5
 
 
@@ -95,7 +95,7 @@ def line(child: subprocess.Popen[str]) -> str:
 
 
 def until_missing(url: str, missing: set[str]) -> None:
-    """Wait until exactly these are missing at the barrier, as a member that comes and goes is told."""
+    """Wait until exactly these members are missing at the barrier, by its error for a member with a short timeout."""
     while True:
         try:
             rallypoint.Barrier(rallypoint.connect(url), "b", 8).wait(0, 0.2)
@@ -104,7 +104,7 @@ def until_missing(url: str, missing: set[str]) -> None:
                 return
 
 
-def test_seven_hear_that_the_eighth_was_killed(url: str, start: Start) -> None:
+def test_seven_members_are_notified_that_the_eighth_was_killed(url: str, start: Start) -> None:
     children = {member: start(url, "barrier", str(member)) for member in range(1, 7)}
     until_missing(url, {"7"})
     os.kill(children[3].pid, signal.SIGKILL)
@@ -115,14 +115,14 @@ def test_seven_hear_that_the_eighth_was_killed(url: str, start: Start) -> None:
 
 
 def until(child: subprocess.Popen[str], word: str) -> str:
-    """Wait for a line that starts with a word; there may be others before it."""
+    """Wait for a line that starts with a word; skip others."""
     while not (said := line(child)).startswith(word):
-        assert said, f"it ended before it said {word!r}"
+        assert said, f"it exited before it printed {word!r}"
     return said
 
 
 def give(child: subprocess.Popen[str]) -> subprocess.Popen[str]:
-    """Let a child that is ready give what it has to the exchange."""
+    """Let a child that is ready contribute to the exchange."""
     assert child.stdin
     child.stdin.write("\n")
     child.stdin.flush()
@@ -130,10 +130,10 @@ def give(child: subprocess.Popen[str]) -> subprocess.Popen[str]:
 
 
 @pytest.mark.parametrize("grace_s", [3.0])
-def test_a_rank_that_is_killed_and_restarted_at_once_takes_its_place_again(url: str, start: Start) -> None:
-    """It gives other bytes than the process that was killed; the others wait with it, and get those of the living."""
+def test_a_rank_killed_and_restarted_at_once_rejoins_the_exchange(url: str, start: Start) -> None:
+    """The new process contributes other bytes; all ranks get these, and not those of the dead process."""
     others = [start(url, "give", str(rank)) for rank in range(3)]
-    lives = [start(url, "give", "3") for _ in range(4)]  # all at first, so that they are quick when they are needed
+    lives = [start(url, "give", "3") for _ in range(4)]  # started early, so that they are ready when needed
     for child in [*others, *lives]:
         until(child, "ready")
     for child in others[:2]:
@@ -147,7 +147,7 @@ def test_a_rank_that_is_killed_and_restarted_at_once_takes_its_place_again(url: 
     assert [until(child, "got") for child in ranks] == [expected] * 4
 
 
-def test_a_second_living_process_of_a_rank_times_out_by_the_name_of_the_first(url: str, start: Start) -> None:
+def test_a_second_process_of_a_live_rank_times_out_and_names_the_first(url: str, start: Start) -> None:
     first = give(start(url, "give", "3"))
     until(first, "given")
     exchange = rallypoint.Exchange(rallypoint.connect(url), "e", 4)
@@ -155,7 +155,7 @@ def test_a_second_living_process_of_a_rank_times_out_by_the_name_of_the_first(ur
         exchange.all_gather(3, b"other", 0.2)
     others = [give(start(url, "give", str(rank))) for rank in range(3)]
     expected = " ".join(["got", *(str(child.pid) for child in [*others, first])])
-    assert until(first, "got") == expected, "as if the second had not come"
+    assert until(first, "got") == expected, "the second process has no effect"
 
 
 def test_the_lock_of_a_killed_holder_goes_to_the_next(url: str, start: Start) -> None:
@@ -168,7 +168,7 @@ def test_the_lock_of_a_killed_holder_goes_to_the_next(url: str, start: Start) ->
     assert lock.acquire(AMPLE_S) > 0
 
 
-def test_a_group_is_told_of_a_killed_member(url: str, start: Start) -> None:
+def test_a_group_reports_a_killed_member(url: str, start: Start) -> None:
     membership = rallypoint.Group(rallypoint.connect(url), "g").join("ann")
     bob = start(url, "join", "bob")
     assert line(bob) == "joined"
@@ -181,11 +181,11 @@ def test_a_group_is_told_of_a_killed_member(url: str, start: Start) -> None:
 
 
 WITHOUT_LEASES = pytest.mark.parametrize("url", ["server", "file"], indirect=True)
-"""Where a process can be suspected before its session ends; a lease is there, or it is not."""
+"""Stores on which a dead process is detected before its session ends; with a lease, it is not."""
 
 
 @WITHOUT_LEASES
-def test_a_member_that_is_killed_and_restarted_at_once_has_its_name_again(url: str, start: Start) -> None:
+def test_a_member_killed_and_restarted_at_once_rejoins_under_its_name(url: str, start: Start) -> None:
     bob = start(url, "join", "bob")
     assert line(bob) == "joined"
     bob.send_signal(signal.SIGKILL)
@@ -194,8 +194,8 @@ def test_a_member_that_is_killed_and_restarted_at_once_has_its_name_again(url: s
 
 
 @WITHOUT_LEASES
-def test_a_job_that_is_killed_and_restarted_at_once_with_fewer_members_agrees(url: str, start: Start) -> None:
-    """Those who were killed said that there are 8 members."""
+def test_a_job_killed_and_restarted_with_fewer_members_passes_its_barrier(url: str, start: Start) -> None:
+    """The killed members had declared 8 members."""
     killed = [start(url, "barrier", str(member)) for member in range(1, 4)]
     until_missing(url, set("4567"))
     for child in killed:
@@ -210,8 +210,8 @@ def test_a_job_that_is_killed_and_restarted_at_once_with_fewer_members_agrees(ur
             wait.result(AMPLE_S)
 
 
-def test_who_dies_as_soon_as_it_has_left_has_left(url: str, start: Start) -> None:
-    """And the last one is out last, however often, in whatever order they come."""
+def test_a_member_that_dies_right_after_leaving_has_left(url: str, start: Start) -> None:
+    """The last member leaves last, in every order of arrival."""
     for late in range(3):
         children = [start(url, "leave", str(member)) for member in range(3)]
         for child in children:
@@ -244,7 +244,7 @@ def test_ten_thousand_barriers_leave_nothing_behind() -> None:
         pass_barriers(stores, 10_000)
         after = server.statistics()
         assert (after["keys"], after["queues"], after["waiting"], after["objects"]) == (0, 0, 0, {})
-        assert after["bytes"] <= before["bytes"] + 4096 * len(stores), "what is not yet confirmed is little"
+        assert after["bytes"] <= before["bytes"] + 4096 * len(stores), "only a few replies are unconfirmed"
 
 
 @pytest.mark.parametrize("kind", ["memory", "file"])
@@ -258,7 +258,7 @@ def test_hundreds_of_barriers_that_members_host_leave_no_more_keys(kind: str, tm
 
 
 def gather_all(url: str, ranks: int, size: int) -> list[Any]:
-    """Let so many ranks exchange so many bytes each, twice; return what each got, or the error."""
+    """Let ranks exchange bytes, twice; return each rank's result or error."""
 
     def run(rank: int) -> Any:
         with rallypoint.connect(url) as store:
@@ -272,13 +272,13 @@ def gather_all(url: str, ranks: int, size: int) -> list[Any]:
         return list(pool.map(run, range(ranks)))
 
 
-def test_what_all_ranks_get_is_held_once_on_its_way_out() -> None:
-    """For each it would be 8 times 24 MiB, and the server may hold 64."""
+def test_an_exchange_result_for_all_ranks_is_held_once() -> None:
+    """A copy for each rank would be 8 times 24 MiB, and the server may hold 64."""
     with rallypoint.Server(max_memory=64 << 20) as server:
         assert gather_all(server.url, 8, 3 << 20) == [[[3 << 20] * 8] * 2] * 8
 
 
-def test_an_exchange_of_more_than_one_answer_may_have_is_an_error_on_all_ranks() -> None:
+def test_an_exchange_over_the_reply_limit_is_an_error_on_all_ranks() -> None:
     with rallypoint.Server(max_connection_memory=32 << 20) as server:
         for error in gather_all(server.url, 5, 7 << 20):
             assert isinstance(error, rallypoint.LimitExceeded), error

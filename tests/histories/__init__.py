@@ -1,1 +1,1 @@
-"""Text transcripts of pure objects: commands, a line of dashes, and what came out."""
+"""Text transcripts of pure objects: commands, a line of dashes, and the output."""

@@ -1,9 +1,9 @@
-"""Histories of the engine: who did what, and what everyone was told, in order.
+"""Histories of the engine: the operations of several owners and all results, in order.
 
-A command starts with who does it; `b.2` is the second call that owner `b` has under way. What a call returns is written
-after it, `b get x -> 1`; a call that waits returns nothing yet, and one that only writes has nothing to say. What is
-delivered is written `b <- 1`. A bare word is bytes, `b'\\x00'` is what no word can say, and `b'1'*9` is nine of them.
-Durations (`for 5`) count from the last `tick`: the engine has no clock, so the script keeps the deadlines, as hosts do.
+A command starts with its owner; `b.2` is the second pending call of owner `b`. A result follows its command, `b get x
+-> 1`; a call that waits, and one that only writes, has none. A later answer is written `b <- 1`. A bare word is bytes;
+other bytes are written `b'\\x00'`, and `b'1'*9` is a repetition. Durations (`for 5`) count from the last `tick`: the
+engine has no clock, so the script keeps the deadlines, as hosts do.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 from rallypoint.core import ops
 from rallypoint.core.deadlines import NEVER, Deadlines
 from rallypoint.core.engine import Engine
-from rallypoint.core.records import Event, Swap, TimedOut, Turn, Waiter, Watch
+from rallypoint.core.records import Event, Swap, TimedOut, Turn, Waiter, WatchHandle
 from rallypoint.errors import RallypointError
 
 from .transcript import check, replay
@@ -39,7 +39,7 @@ def shorten(text: str) -> str:
 
 
 def write(value: object) -> str:
-    """Say an answer in the words of a transcript."""
+    """Return an answer in the notation of a transcript."""
     match value:
         case None:
             return "done"
@@ -62,17 +62,17 @@ def write(value: object) -> str:
 
 
 class EngineScript:
-    """An engine that takes its commands as lines of text. `new limit 500 slice 2` sets its limits."""
+    """An engine with commands as lines of text. `new limit 500 slice 2` starts a new one with these limits."""
 
-    def __init__(self, limit: int = 1 << 62, slice_keys: int = 1 << 62) -> None:
+    def __init__(self, limit: int = 1 << 62, slice_keys: int = 1 << 62, reserve: int = 0) -> None:
         self.engine = Engine(slice_keys)
-        self.engine.max_bytes = limit
+        self.engine.memory.limit, self.engine.memory.reserve = limit, reserve or limit
         self.now = 0.0
         self.deadlines = Deadlines()
         self.who = [""]
-        """Who makes the call of that number."""
+        """The owner of each call, by number."""
 
-        self.held: dict[str, Waiter | Watch] = {}
+        self.held: dict[str, Waiter | WatchHandle] = {}
         self.turns: dict[str, Turn] = {}
 
     def __call__(self, line: str) -> list[str]:
@@ -82,28 +82,28 @@ class EngineScript:
         except RallypointError as error:
             fields = ", ".join(f"{name}={shorten(repr(value))}" for name, value in vars(error).items())
             returned = f"{type(error).__name__}({fields})"
-        said = [] if returned is None else [f"{line} -> {returned}"]
-        return said + [self.delivered(handle, answer) for handle, answer in self.engine.take()]
+        output = [] if returned is None else [f"{line} -> {returned}"]
+        return output + [self.delivered(handle, answer) for handle, answer in self.engine.take()]
 
     @property
     def hosts(self) -> dict[str, Callable[..., str | None]]:
-        """What the host of an engine does beside its owners' operations."""
+        """Commands of the host, as opposed to operations of owners."""
         return {
             "new": self.renew,
             "tick": self.tick,
             "sweep": self.sweep,
-            "go_on": self.engine.go_on,
+            "go_on": self.engine.continue_delete,
             "drop": lambda who: self.engine.drop(self.held.pop(who)),
             "done": lambda who: self.engine.drop(self.turns.pop(who)),
             "end": self.engine.end,
             "size": lambda: str(self.engine.size),
-            "parked": lambda: str(self.engine.parked),
+            "parked": lambda: str(self.engine.memory.parked),
             "count": self.count,
         }
 
     def renew(self, *words: str) -> None:
         limits = dict(zip(words[::2], map(int, words[1::2]), strict=True))
-        self.__init__(limits.get("limit", 1 << 62), limits.get("slice", 1 << 62))  # type: ignore[misc]
+        self.__init__(limits.get("limit", 1 << 62), limits.get("slice", 1 << 62), limits.get("reserve", 0))  # type: ignore[misc]
 
     def tick(self, now: str) -> str | None:
         self.now = float(now)
@@ -130,7 +130,7 @@ class EngineScript:
             timeout_s = float(duration)
         self.who.append(who)
         result = self.call(owner, name, list(words), timeout_s)
-        if isinstance(result, Waiter | Watch):
+        if isinstance(result, Waiter | WatchHandle):
             self.held[who] = result
             if isinstance(result, Waiter) and timeout_s < ops.MAX_WAIT_S:
                 self.deadlines.set(result, self.now + timeout_s)
@@ -152,14 +152,14 @@ class EngineScript:
             return self.engine.push(keys[0], keys[1], front=True)
         makers: dict[str, Callable[[], ops.Op]] = {
             "set": lambda: ops.Set(number, *keys),
-            "lease": lambda: ops.Lease(number, *keys, 0.0),
-            "unlease": lambda: ops.Unlease(number, *keys),
+            "lease": lambda: ops.SetLease(number, keys[0], keys[1], 0.0),
+            "unlease": lambda: ops.ReleaseLease(number, *keys),
             "multi_set": lambda: ops.MultiSet(number, [*zip(keys[::2], keys[1::2], strict=True)]),
             "get": lambda: ops.Peek(number, keys[0]) if len(keys) == 1 else ops.MultiPeek(number, keys),
             "add": lambda: ops.Add(number, keys[0], int(words[1])),
             "append": lambda: ops.Append(number, *keys),
             "compare_set": lambda: ops.CompareSet(number, *keys),
-            "swap": lambda: ops.Swap(number, keys[0], None if words[1] == "missing" else keys[1], keys[2]),
+            "swap": lambda: ops.CompareSwap(number, keys[0], None if words[1] == "missing" else keys[1], keys[2]),
             "delete": lambda: ops.Delete(number, *keys),
             "delete_prefix": lambda: ops.DeletePrefix(number, *keys),
             "check": lambda: ops.Check(number, keys),
@@ -170,14 +170,14 @@ class EngineScript:
             "len": lambda: ops.QueueLen(number, *keys),
             "wait": lambda: ops.Wait(number, keys, timeout_s),
             "values": lambda: ops.MultiGet(number, keys, timeout_s),
-            "value": lambda: ops.Get(number, *keys, timeout_s),
-            "item": lambda: ops.Take(number, keys[0], timeout_s),
-            "turn": lambda: ops.Await(number, keys[0]),
+            "value": lambda: ops.Get(number, keys[0], timeout_s),
+            "item": lambda: ops.BlockingPop(number, keys[0], timeout_s),
+            "turn": lambda: ops.WaitOrTurn(number, keys[0]),
             "barrier": lambda: ops.Arrive(number, keys[0], int(words[1]), timeout_s),
         }
         return self.engine.execute(makers[name](), owner)
 
-    def delivered(self, handle: Waiter | Watch, answer: object) -> str:
+    def delivered(self, handle: Waiter | WatchHandle, answer: object) -> str:
         who = self.who[handle.number]
         if isinstance(handle, Waiter):
             self.deadlines.drop(handle)
@@ -193,15 +193,15 @@ def test_history(path: Path) -> None:
     check(path, EngineScript())
 
 
-def test_a_history_that_tells_something_else_fails_with_a_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_transcript_fails_with_a_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RALLYPOINT_REWRITE", raising=False)
-    told = tmp_path / "told.txt"
-    told.write_text("a set x 1\na get x\n----\na get x -> 2\n")
-    with pytest.raises(AssertionError, match=r"(?s)told\.txt says.*-a get x -> 2\n\+a get x -> 1"):
-        check(told, EngineScript())
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_text("a set x 1\na get x\n----\na get x -> 2\n")
+    with pytest.raises(AssertionError, match=r"(?s)wrong\.txt says.*-a get x -> 2\n\+a get x -> 1"):
+        check(wrong, EngineScript())
     monkeypatch.setenv("RALLYPOINT_REWRITE", "1")
-    check(told, EngineScript())
-    assert told.read_text() == "a set x 1\na get x\n----\na get x -> 1\n"
+    check(wrong, EngineScript())
+    assert wrong.read_text() == "a set x 1\na get x\n----\na get x -> 1\n"
 
 
 def test_a_block_without_dashes_is_refused() -> None:

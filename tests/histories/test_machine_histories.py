@@ -1,12 +1,12 @@
-"""Histories of the shared objects' machines: who asked what, and what everyone was told, in order.
+"""Histories of the shared objects' machines: the calls of several members and all results, in order.
 
-`new lock` starts a machine. A command starts with who gives it: `1` is the member of that name, in a session of the
-same name; `1@x` is member 1 in session x, and `1@x.2` a second call that it has under way. `look` applies the call
-again, `undo` takes it back, `why` asks what it waits for, `fence` whether it holds; `1.2 out 1` leaves the round of a
-barrier to which call `1` arrived, and `arrive 3 0` means that 0 is its last out. What a call came to is written
-after it; those who wait and are woken look at once, and what they find is written `1 <- done`. `slow 1@x` looks only
-when it is told to. `alarm` says which one is set, and `ring` lets it, or that of a number, ring. After every command
-the state is written down and read back, and the last call is applied twice, which changes nothing.
+`new lock` starts a machine. A command starts with its member: `1` is the member of that name, in a session of the same
+name; `1@x` is member 1 in session x, and `1@x.2` a second pending call of it. `look` applies the call again, `undo`
+withdraws it, `why` asks what it waits for, `fence` whether it holds the lock; `1.2 out 1` leaves the barrier's round of
+call `1`, and in `arrive 3 0` member 0 leaves last. A result follows its command. A call that is woken is applied again
+at once, and its result is written `1 <- done`; after `slow 1@x`, only `look` does so for that call. `timer` shows the
+timer, and `fire` fires it, or the one of a number. After every command the state is encoded and decoded, and the last
+call is applied twice, which must change nothing.
 """
 
 from __future__ import annotations
@@ -18,26 +18,33 @@ from typing import Any
 
 import msgspec
 import pytest
+from tests.histories.test_histories import write as write_value
 
-from rallypoint.core import rendezvous
-from rallypoint.core.barrier import Arrive, Barrier, Stay, Withdraw
-from rallypoint.core.barrier import Leave as LeaveBarrier
-from rallypoint.core.exchange import Exchange, Give, TakeBack
-from rallypoint.core.gathering import Limits
-from rallypoint.core.lock import Acquire, Lock, Release
-from rallypoint.core.lock import Look as LookAtLock
-from rallypoint.core.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
-from rallypoint.core.roster import Join, Leave, Look, Roster, Watch
+from rallypoint.core.machines import rendezvous
+from rallypoint.core.machines.barrier import BarrierArrive, BarrierMachine, BarrierUndoLeave, BarrierWithdraw
+from rallypoint.core.machines.barrier import BarrierLeave as LeaveBarrier
+from rallypoint.core.machines.exchange import ExchangeGive, ExchangeMachine, ExchangeWithdraw
+from rallypoint.core.machines.lock import LockAcquire, LockMachine, LockRelease
+from rallypoint.core.machines.lock import LockQuery as LookAtLock
+from rallypoint.core.machines.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
+from rallypoint.core.machines.membership import (
+    MembershipJoin,
+    MembershipLeave,
+    MembershipMachine,
+    MembershipQuery,
+    MembershipWatch,
+)
+from rallypoint.core.policy.round_policy import NodeLimits
 
 from .transcript import check
 
 HERE = Path(__file__).parent / "machines"
 MACHINES: dict[str, tuple[type[Machine], type[Undo]]] = {
-    "barrier": (Barrier, Withdraw),
-    "exchange": (Exchange, TakeBack),
-    "lock": (Lock, Release),
-    "rendezvous": (rendezvous.Rendezvous, rendezvous.Withdraw),
-    "roster": (Roster, Leave),
+    "barrier": (BarrierMachine, BarrierWithdraw),
+    "exchange": (ExchangeMachine, ExchangeWithdraw),
+    "lock": (LockMachine, LockRelease),
+    "rendezvous": (rendezvous.RendezvousMachine, rendezvous.RendezvousWithdraw),
+    "membership": (MembershipMachine, MembershipLeave),
 }
 WHO = re.compile(r"([^@.]+)(?:@([^.]+))?(?:\.\d+)?")
 
@@ -45,90 +52,86 @@ WHO = re.compile(r"([^@.]+)(?:@([^.]+))?(?:\.\d+)?")
 def arrow_maps(words: list[str]) -> dict[str, dict[str, str]]:
     """Read `b:x>y,z>w` as a map for peer b."""
     split = [word.split(":", 1) for word in words]
-    return {peer: dict(way.split(">") for way in ways.split(",") if way) for peer, ways in split}  # type: ignore[misc]
+    return {peer: dict(way.split(">") for way in ways.split(",") if way) for peer, ways in split}
 
 
 def command_of(verb: str, words: list[str]) -> Command:
     match verb:
         case "arrive":
-            return Arrive(int(words[0]) if words[0].isdecimal() else words[0].split(","), *words[1:])
+            return BarrierArrive(int(words[0]) if words[0].isdecimal() else words[0].split(","), *words[1:])
         case "all_gather" | "gather" | "broadcast":
             size, rank, data, *root = words
-            return Give(int(size), int(rank), data.encode(), verb, int(root[0]) if root else 0)  # type: ignore[arg-type]
+            return ExchangeGive(int(size), int(rank), data.encode(), verb, int(root[0]) if root else 0)
         case "acquire":
-            return Acquire()
+            return LockAcquire()
         case "join":
             devices = [word for word in words if ":" not in word]
-            return Join(b"info", devices, arrow_maps([word for word in words if ":" in word]))
+            return MembershipJoin(b"info", devices, arrow_maps([word for word in words if ":" in word]))
         case "watch":
-            return Watch(int(words[0]))
+            return MembershipWatch(int(words[0]))
         case "view":
-            return Look()
+            return MembershipQuery()
     raise ValueError(verb)
 
 
 def rendezvous_command(verb: str, words: list[str]) -> Command:
-    """Read `join 2 4 5 rank=1 batch=16`: min, max and last call, then what a join has, and settings."""
+    """Read `join 2 4 5 rank=1 batch=16`: min, max and last call, then fields of a join, and settings."""
     match verb:
         case "join":
             least, most, last_call_s, *more = words
-            said = dict(word.split("=") for word in more)
-            return rendezvous.Join(
-                Limits(int(least), int(most), float(last_call_s)),
-                rank=int(said.pop("rank", -1)),
-                run=int(said.pop("run", -1)),
-                host=said.pop("host", ""),
-                address=said.pop("address", ""),
-                loopback=said.pop("loopback", "no") == "yes",
-                settings=said,
+            fields = dict(word.split("=") for word in more)
+            return rendezvous.RendezvousJoin(
+                NodeLimits(int(least), int(most), float(last_call_s)),
+                rank=int(fields.pop("rank", -1)),
+                run=int(fields.pop("run", -1)),
+                host=fields.pop("host", ""),
+                address=fields.pop("address", ""),
+                loopback=fields.pop("loopback", "no") == "yes",
+                settings=fields,
             )
         case "watch":
-            return rendezvous.Watch(int(words[0]))
+            return rendezvous.RendezvousWatch(int(words[0]))
         case "close":
-            return rendezvous.Close(words[0], " ".join(words[1:]))
+            return rendezvous.RendezvousClose(words[0], " ".join(words[1:]))
         case "open":
-            return rendezvous.Open()
+            return rendezvous.RendezvousReopen()
         case "nodes":
-            return rendezvous.Look(int(words[0]))
+            return rendezvous.RendezvousQuery(int(words[0]))
+        case "evict":
+            return rendezvous.RendezvousEvict(int(words[0]), words[1], " ".join(words[2:]))
     raise ValueError(verb)
 
 
-def told(answer: Any) -> str:
+def text_of(answer: Any) -> str:
     match answer:
-        case None:
-            return "done"
-        case bool():
-            return "yes" if answer else "no"
-        case bytes():
-            return answer.decode()
         case {"epoch": epoch, "members": members}:
             return f"epoch {epoch}: " + (", ".join(f"{name}#{one['id']}" for name, one in members.items()) or "nobody")
         case [{"epoch": _} as view, events, every]:
-            said = "; ".join(f"{name}#{number} {reason}" for _, name, number, _, reason in events)
-            return f"{told(view)} | {said or 'no events'}{'' if every else ' (and more)'}"
+            changes = "; ".join(f"{name}#{number} {reason}" for _, name, number, _, reason in events)
+            return f"{text_of(view)} | {changes or 'no events'}{'' if every else ' (and more)'}"
         case [int(run), number, scope, rank, size, (first, at), before, reason]:
             where = f"{first} at {at}" if at else first
             later = f", run {run}" if run else ""
             return f"round {number}{later}: rank {rank} of {size}, 0 is {where}, scope {scope} after {before}; {reason}"
         case list():
-            return f"[{' '.join(map(told, answer))}]"
-    return str(answer)
+            return f"[{' '.join(map(text_of, answer))}]"
+    return write_value(answer)
 
 
 def write(outcome: Outcome | Waiting) -> str:
     match outcome:
         case Done(answer):
-            return told(answer)
+            return text_of(answer)
         case Refused(error, fields):
             return f"{error}({', '.join(f'{name}={value!r}' for name, value in fields.items())})"
         case Waiting(reason, missing, withdrawn):
             names = [f"{what} {list(who)}" for what, who in (("missing", missing), ("withdrawn", withdrawn)) if who]
-            return " | ".join([reason, *names, *["stands by"][: outcome.stands_by]])
+            return " | ".join([reason, *names, *["stands by"][: outcome.is_spare]])
     return "waits"
 
 
 class MachineScript:
-    """A machine that takes its commands as lines of text."""
+    """A machine with commands as lines of text."""
 
     def __init__(self, kind: str = "barrier") -> None:
         made, self.undo = MACHINES[kind]
@@ -147,15 +150,15 @@ class MachineScript:
                 self.slow.update(words)
                 return []
             case "lost":
-                return self.woken(self.did(self.machine.lost(words[0], self.stamp + 1)).woken)
-            case "ring":
-                number = int(words[0]) if words else (self.machine.alarm or (0,))[0]
-                return self.woken(self.did(self.machine.ring(number, self.stamp + 1)).woken)
-            case "alarm":
-                set_now = self.machine.alarm
-                return [f"alarm -> number {set_now[0]}, in {set_now[1]:g} s" if set_now else "alarm -> none"]
+                return self.woken(self.did(self.machine.session_ended(words[0], self.stamp + 1)).woken)
+            case "fire":
+                number = int(words[0]) if words else (self.machine.timer or (0,))[0]
+                return self.woken(self.did(self.machine.on_timer(number, self.stamp + 1)).woken)
+            case "timer":
+                timer = self.machine.timer
+                return [f"timer -> number {timer[0]}, in {timer[1]:g} s" if timer else "timer -> none"]
             case "idle":
-                return [f"idle -> {told(self.machine.idle)}"]
+                return [f"idle -> {text_of(self.machine.idle)}"]
             case "sessions":
                 return [f"sessions -> {' '.join(sorted(self.machine.sessions()))}"]
             case "drop":
@@ -166,7 +169,7 @@ class MachineScript:
 
     def of_member(self, line: str, who: str, verb: str, words: list[str]) -> list[str]:
         if verb == "why":
-            return [f"{line} -> {write(self.machine.why(self.calls[who][0]))}"]
+            return [f"{line} -> {write(self.machine.explain(self.calls[who][0]))}"]
         if verb == "fence":
             return [f"{line} -> {write(self.machine.apply(self.calls[who][0], LookAtLock(), 0).outcome)}"]
         if verb == "see":
@@ -174,22 +177,22 @@ class MachineScript:
         if verb == "look":
             call, command = self.calls[who]
         elif verb in ("undo", "leave"):
-            undo = self.undo if verb == "undo" else rendezvous.Leave
+            undo = self.undo if verb == "undo" else rendezvous.RendezvousLeave
             if isinstance(self.calls[who][1], LeaveBarrier):
-                undo = Stay
+                undo = BarrierUndoLeave
             command = undo(self.calls[who][0].number)
             call = self.call(who)
         else:
             if verb == "out":
                 command = LeaveBarrier(self.calls[words[0]][0].number)
-            elif isinstance(self.machine, rendezvous.Rendezvous):
+            elif isinstance(self.machine, rendezvous.RendezvousMachine):
                 command = rendezvous_command(verb, words)
             else:
                 command = command_of(verb, words)
             call = self.call(who)
             self.calls[who] = call, command
         step = self.did(self.machine.apply(call, command, self.stamp + 1))
-        if not isinstance(command, (Undo, rendezvous.Close, rendezvous.Open)):
+        if not isinstance(command, (Undo, rendezvous.RendezvousClose, rendezvous.RendezvousReopen)):
             self.again(call, command, step.outcome)
         return [f"{line} -> {write(step.outcome)}", *self.woken(step.woken)]
 
@@ -201,14 +204,14 @@ class MachineScript:
         return Call(split[1], session or split[1], self.number, session, (former,) if former else ())
 
     def again(self, call: Call, command: Command, before: Outcome) -> None:
-        """Apply once more: it must change nothing, and say the same; what was refused may be so for another reason."""
+        """Apply a call again: it must change nothing and have the same result, or be refused again."""
         step = self.machine.apply(call, command, self.stamp + 1)
         assert not step.changed and not list(step.woken)
         assert isinstance(before, Refused) or step.outcome == before
-        assert self.machine.keeps(call.id) or step.outcome is not WAIT
+        assert self.machine.holds(call.id) or step.outcome is not WAIT
 
     def did(self, step: Step) -> Step:
-        """Number a change, and take the state through its written form."""
+        """Count a change, and encode and decode the state."""
         self.stamp += step.changed
         written = msgspec.msgpack.encode(self.machine)
         read = msgspec.msgpack.decode(written, type=type(self.machine))
@@ -218,18 +221,18 @@ class MachineScript:
 
     def woken(self, calls: Iterable[Call]) -> list[str]:
         names = {call.id: who for who, (call, _) in self.calls.items()}
-        said = []
+        output = []
         for call in calls:
             who = names[call.id]
             if who in self.slow:
                 continue
             step = self.did(self.machine.apply(call, self.calls[who][1], self.stamp + 1))
             assert step.outcome is not WAIT, f"{who} was woken for nothing"
-            said.append(f"{who} <- {write(step.outcome)}")
-        return said
+            output.append(f"{who} <- {write(step.outcome)}")
+        return output
 
     def see(self, name: str) -> str:
-        looked = self.machine.apply(Call("x", "x", 0), Look(), 0).outcome
+        looked = self.machine.apply(Call("x", "x", 0), MembershipQuery(), 0).outcome
         assert isinstance(looked, Done)
         one = looked.answer["members"][name]
         return f"devices {one['devices']} to {one['device_maps']} back {one['reverse_maps']}"
@@ -240,5 +243,5 @@ def test_history(path: Path) -> None:
     check(path, MachineScript())
 
 
-def test_there_are_histories_of_every_machine() -> None:
+def test_every_machine_has_a_history() -> None:
     assert {path.stem for path in HERE.glob("*.txt")} == set(MACHINES)

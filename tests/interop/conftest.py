@@ -1,58 +1,69 @@
-"""A crew of processes that have torch, and a server for each test."""
+"""Processes that have imported torch, and a server for each test."""
 
 from __future__ import annotations
 
-import re
+import json
 from collections.abc import Callable, Iterator
+from typing import Any
 from urllib.request import urlopen
 
 import pytest
+from tests.served import server_fixture
 
 import rallypoint
 from rallypoint.deadline import Deadline
 
-from .crew import AMPLE_S, Crew
-from .operations import Transcript, on_torchs_own_server
+from .operations import Truth, on_torchs_own_server
+from .torch_processes import AMPLE_S, TorchProcesses
 
 
 @pytest.fixture(scope="session")
-def _whole_crew() -> Iterator[Crew]:
-    crew = Crew()
-    yield crew
-    crew.close()
+def _all_processes() -> Iterator[TorchProcesses]:
+    torch_processes = TorchProcesses()
+    yield torch_processes
+    torch_processes.close()
 
 
 @pytest.fixture
-def crew(_whole_crew: Crew) -> Iterator[Crew]:
-    yield _whole_crew
-    _whole_crew.dismiss()
+def torch_processes(_all_processes: TorchProcesses) -> Iterator[TorchProcesses]:
+    yield _all_processes
+    _all_processes.dismiss()
 
 
 @pytest.fixture(scope="session")
-def truth(_whole_crew: Crew) -> tuple[Transcript, list[str]]:
-    """What torch's client does on torch's server, line by line, and the keys that it leaves."""
-    lines, keys = _whole_crew.start(on_torchs_own_server).result()
+def truth(_all_processes: TorchProcesses) -> Truth:
+    """The transcript of torch's client on torch's server, and the keys that it leaves."""
+    lines, keys = _all_processes.start(on_torchs_own_server).result()
     return lines, keys
 
 
-@pytest.fixture
-def server() -> Iterator[rallypoint.Server]:
-    with rallypoint.Server() as server:
-        yield server
+server = server_fixture()
 
 
 @pytest.fixture
 def until_waiting(server: rallypoint.Server) -> Callable[[int], None]:
-    """Return a function that returns when so many clients wait for something in the server, as its page says."""
+    """A function that returns when this many clients wait at the server, according to its statistics."""
 
     def look(clients: int) -> None:
-        deadline = Deadline(AMPLE_S)
+        deadline, waiting = Deadline(AMPLE_S), -1
         while not deadline.expired():
-            with urlopen(f"http://127.0.0.1:{server.port}/") as page:
-                found = re.search(r"<td>waiting</td><td>(\d+)</td>", page.read().decode())
-            assert found, "the server's page no longer says how many wait"
-            if int(found[1]) == clients:
+            with urlopen(f"http://127.0.0.1:{server.port}/statistics") as page:
+                waiting = int(json.load(page)["waiting"])
+            if waiting == clients:
                 return
-        pytest.fail(f"{found[1]} clients wait in the server, not {clients}")
+        pytest.fail(f"{waiting} clients wait at the server, not {clients}")
 
     return look
+
+
+@pytest.fixture
+def interrupted(torch_processes: TorchProcesses, until_waiting: Callable[[int], None]) -> Callable[..., Any]:
+    """A function that starts a process, interrupts it when it waits at the server, and returns its result."""
+
+    def interrupt(function: Callable[..., Any], *arguments: Any) -> Any:
+        member = torch_processes.start(function, *arguments)
+        until_waiting(1)
+        member.interrupt()
+        return member.result()
+
+    return interrupt

@@ -1,34 +1,34 @@
-"""Nodes for a launcher, and a cluster of etcd on another host: all of them network namespaces.
+"""Nodes for a launcher, and a cluster of etcd on another host; every host is a network namespace.
 
-The agents of the nodes run the servers of the store, and their relays; a server, and a member of etcd, can be killed
-while workers train. Agents are members of the crew (`tests/interop/crew.py`) that enter the namespace of their node.
+The agents of the nodes (node_agents.py) run the servers of the store, and their relays. A server and a member of etcd
+can be killed while workers train.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from urllib.request import urlopen
 
 from tests.etcd.cluster import fast_flags
-from tests.hosts import Host, enter, hosts
-from tests.wire import AMPLE_S, until
+from tests.hosts import Host, hosts
+from tests.pages import pid_at
+from tests.raw_peer import AMPLE_S, until
+from tests.security.credential_files import CredentialFiles
 
 from rallypoint.deadline import Deadline
 from rallypoint.errors import NoQuorum
-from rallypoint.etcd.member import FLAGS, environment, find_binary
-from rallypoint.storage.etcd_lookup import Found, look_up
+from rallypoint.etcd.local.member import FLAGS, environment, find_binary
+from rallypoint.security.credentials import OPEN
+from rallypoint.storage.etcd.lookup import StoreServers, look_up
 from rallypoint.store.url import parse_url
 
-from .agents import run_agent
 from .relayed_nodes import Work
 
-__all__ = ["EtcdNodes", "etcd_nodes", "run_job_on", "run_torchrun_on"]
+__all__ = ["EtcdNodes", "etcd_nodes"]
 
 MEMBERS = 3
 LOOK_S = 5.0
@@ -37,9 +37,14 @@ LOOK_S = 5.0
 class EtcdNodes(Work):
     """The hosts, and the members of etcd."""
 
-    def __init__(self, place: Path, nodes: Sequence[Host], etcd_host: Host, undo: contextlib.ExitStack) -> None:
+    def __init__(
+        self, place: Path, nodes: Sequence[Host], etcd_host: Host, undo: contextlib.ExitStack, protected: bool
+    ) -> None:
         super().__init__(place)
         self.nodes = nodes
+        self.files = CredentialFiles(place / "files", nodes) if protected else None
+        """The token and the certificate of the nodes, for their launchers."""
+
         self._host = etcd_host
         self._members = [self._start(number, undo) for number in range(MEMBERS)]
         places = ",".join(f"{etcd_host.address}:{client}" for client, _ in map(_ports, range(MEMBERS)))
@@ -71,7 +76,7 @@ class EtcdNodes(Work):
             return True
         return False
 
-    def servers(self) -> Found:
+    def servers(self) -> StoreServers:
         """Return the servers of the store, and which of them leads."""
         with self._host.inside():
             return look_up(parse_url(self.url).etcd(), Deadline(LOOK_S))
@@ -82,59 +87,28 @@ class EtcdNodes(Work):
         self._members[number].wait(AMPLE_S)
 
     def kill_leader(self) -> str:
-        """Kill the server that leads, once every node has one; return its URL, when another leads."""
-        found = until(self.servers, lambda found: found.leader and len(found.servers) == len(self.nodes))
-        with (
-            self._host.inside(),
-            urlopen(f"http://{found.leader.removeprefix('tcp://')}/about", timeout=AMPLE_S) as page,
-        ):
-            os.kill(int(json.load(page)["pid"]), signal.SIGKILL)
+        """Kill the leading server, once every node has a server; return its URL when another leads."""
+        found = until(self.servers, lambda found: bool(found.leader) and len(found.servers) == len(self.nodes))
+        known = self.files.credentials if self.files else OPEN
+        with self._host.inside():
+            os.kill(pid_at(found.leader, known.token, known.tls_ca), signal.SIGKILL)
         until(self.servers, lambda now: now.leader not in ("", found.leader))
-        return str(found.leader)
+        return found.leader
 
 
 @contextlib.contextmanager
-def etcd_nodes(place: Path, count: int = 2) -> Iterator[EtcdNodes]:
-    """Have so many nodes and a cluster for as long as the block lasts."""
+def etcd_nodes(place: Path, count: int = 2, protected: bool = False) -> Iterator[EtcdNodes]:
+    """Create nodes and a cluster for the duration of the block; `protected` nodes have a token and TLS."""
     with contextlib.ExitStack() as undo:
         *nodes, etcd_host = undo.enter_context(hosts(count + 1))
-        yield EtcdNodes(place, nodes, etcd_host, undo)
+        yield EtcdNodes(place, nodes, etcd_host, undo, protected)
 
 
 def _ports(number: int) -> tuple[int, int]:
-    """Return the ports of a member, for clients and for the others."""
+    """Return the ports of a member for clients and for peers."""
     return 2379 + 10 * number, 2380 + 10 * number
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     child.kill()
     child.wait(AMPLE_S)
-
-
-# In a member of the crew
-
-
-def run_torchrun_on(namespace: str, words: list[str], output: str) -> int:
-    """Be torchrun on a node."""
-    _become_node(namespace)
-    return run_agent(words, output)
-
-
-def run_job_on(namespace: str, words: list[str], output: str) -> int:
-    """Be `rallypoint run` on a node."""
-    from rallypoint.cli import main
-
-    _become_node(namespace)
-    pipe = os.open(output, os.O_WRONLY)
-    for descriptor in (1, 2):
-        os.dup2(pipe, descriptor)
-    try:
-        main(["run", *words])
-    except SystemExit as end:
-        return int(end.code or 0)
-    return 0
-
-
-def _become_node(namespace: str) -> None:
-    enter(namespace)
-    os.environ["GLOO_SOCKET_IFNAME"] = "eth0"

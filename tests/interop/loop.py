@@ -1,48 +1,51 @@
-"""A PyTorch program to be run by torchrun: it counts steps until a file appears, and goes on where it was interrupted.
+"""A PyTorch program for torchrun: it counts steps until a file appears, and continues where it was interrupted.
 
     loop.py CHECKPOINT STOP
 
-It knows nothing of rallypoint. Every step is an all_reduce whose result is checked; rank 0 writes down how many there
-were. Each worker also counts itself in a store without any prefix: if that were another round's or another job's, there
-would be more workers than the world has.
+It does not use rallypoint. Every step is an all_reduce whose result is checked; rank 0 saves the number of steps. Each
+worker also counts itself in a store without a prefix: if that belonged to another round or job, there would be more
+workers than the world size.
 """
 
+import importlib
 import os
 import sys
 import threading
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch.distributed as dist
+
+dist = importlib.import_module("torch.distributed")  # its types leave out TCPStore
 
 STEP_S = 0.02
 PATIENCE = timedelta(seconds=60)
 
 
 def say(words: str) -> None:
-    """Tell the test; in one piece, for all workers of an agent share its output."""
+    """Print a line for the test, in one write, because all workers of an agent share its output."""
     os.write(1, f"{words}\n".encode())
 
 
-def own_store(size: int) -> dist.TCPStore:
-    """Return the store, without a prefix, and see that it is this round's own."""
+def own_store(size: int) -> Any:
+    """Return the store without a prefix, and check that it belongs to this round."""
     port = int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(os.environ["MASTER_ADDR"], port, is_master=False, timeout=PATIENCE)
     came = store.add("came", 1)
-    assert came <= size, f"{came} came to a store for {size}: it is not this round's"
+    assert came <= size, f"{came} workers in a store for {size}: it belongs to another round"
     return store
 
 
-def end_together(store: dist.TCPStore, size: int) -> None:
-    """Return when all have made the last step: one that ends before may cut off those who still read from it."""
+def end_together(store: Any, size: int) -> None:
+    """Return when all workers have made the last step: an earlier exit may break those that still read."""
     if store.add("done", 1) == size:
         store.set("all done", "")
     store.wait(["all done"])
 
 
 def train(checkpoint: Path, stop: Path) -> None:
-    """Count steps, together."""
+    """Count steps together with the other workers."""
     dist.init_process_group("gloo", timeout=PATIENCE)
     rank, size = dist.get_rank(), dist.get_world_size()
     store = own_store(size)

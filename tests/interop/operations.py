@@ -1,12 +1,12 @@
-"""Every operation of a store, as a list of calls, and a transcript of what they did.
+"""Every operation of a store, as a list of calls, and transcripts of their results.
 
-The same calls run on torch's client and on ours, against torch's servers and ours; the transcript that torch's client
-makes on torch's own server is the truth that the others are compared with. An error is written down as the name that
-torch has for it.
+The same calls run on torch's client and on ours, with torch's servers and ours; the transcript of torch's client on
+torch's server is the reference for the others. An error is recorded by its name in torch.
 """
 
 from __future__ import annotations
 
+import importlib
 from datetime import timedelta
 from typing import Any
 
@@ -17,6 +17,8 @@ AMPLE = timedelta(seconds=60)
 BYTES = b"\0\n\xff\xfe/"
 
 Transcript = list[tuple[str, Any]]
+Truth = tuple[Transcript, list[str]]
+"""The transcript of torch's client on torch's server, and the keys that it leaves."""
 
 BASIC: list[tuple[Any, ...]] = [
     ("set", "text", "grüße"),
@@ -92,7 +94,7 @@ EVERYTHING = BASIC + TIMEOUTS + QUEUES
 
 
 def transcribe(store: Any, calls: list[tuple[Any, ...]], mark: str = "") -> Transcript:
-    """Make the calls, every key with a mark before it, and write down what each returned or raised."""
+    """Make the calls, with a prefix before every key, and record what each returned or raised."""
     lines: Transcript = []
     for name, *arguments in calls:
         if arguments and name != "set_timeout":
@@ -107,13 +109,13 @@ def transcribe(store: Any, calls: list[tuple[Any, ...]], mark: str = "") -> Tran
 
 
 def keys_of(store: Any, mark: str = "") -> list[str]:
-    """List what the calls left behind; the barrier that timed out is torch's to leave and ours to take back."""
+    """List the keys that the calls left; torch leaves the key of the barrier that timed out, we do not."""
     return sorted(key.removeprefix(mark) for key in store.list_keys() if key.startswith(mark) and "alone" not in key)
 
 
 def kind_of(error: Exception) -> str:
-    """Return torch's name for an error, be it torch's or ours."""
-    import torch.distributed as dist
+    """Return torch's name for an error of torch or of ours."""
+    dist = importlib.import_module("torch.distributed")
 
     kinds = {
         "QueueEmptyError": (dist.QueueEmptyError, rallypoint.QueueEmpty),
@@ -124,9 +126,9 @@ def kind_of(error: Exception) -> str:
     return next((name for name, classes in kinds.items() if isinstance(error, classes)), repr(error))
 
 
-def on_torchs_own_server() -> tuple[Transcript, list[str]]:
+def on_torchs_own_server() -> Truth:
     """Return the transcript of everything by torch's client on torch's server, and the keys it left."""
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=AMPLE)
     return transcribe(store, EVERYTHING), keys_of(store)

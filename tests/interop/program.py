@@ -1,10 +1,11 @@
-"""An ordinary PyTorch program: it trains a model on every rank, and knows nothing of rallypoint.
+"""An ordinary PyTorch program: it trains a model on every rank, and does not use rallypoint.
 
 Rank and world size come from the environment, as launchers give them; the one argument, if any, is the init method.
 """
 
 import os
 import sys
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,7 +23,8 @@ def train(rank: int, world_size: int) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(inputs[rank::world_size]), targets[rank::world_size]).backward()
+        loss: Any = torch.nn.functional.mse_loss(model(inputs[rank::world_size]), targets[rank::world_size])
+        loss.backward()
         optimizer.step()
     return [round(weight, 5) for weight in layer.weight.flatten().tolist()]
 

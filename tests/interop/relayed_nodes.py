@@ -1,7 +1,7 @@
-"""Two nodes with a relay each, and a server with a data directory on a third host: all of them network namespaces.
+"""Two nodes with a relay each, and a server with a data directory on a third host; every host is a network namespace.
 
-Workers are forked from the crew (`tests/interop/crew.py`) and enter the namespace of their node first. Each node's
-relay listens on its loopback, at the same port; the server can be killed, and a node's link to it cut, while they work.
+Workers are forked processes (`tests/interop/torch_processes.py`) that enter the namespace of their node. Each node's
+relay listens on its loopback, at the same port. The server can be killed, and a node's link to it cut, while they work.
 """
 
 from __future__ import annotations
@@ -18,9 +18,10 @@ from typing import Any
 from urllib.request import urlopen
 
 from tests.hosts import Host, enter, hosts
-from tests.wire import AMPLE_S, read_line, until
+from tests.raw_peer import AMPLE_S, read_line, until
+from tests.security.credential_files import CredentialFiles
 
-from .crew import Member
+from .torch_processes import TorchProcess
 
 __all__ = [
     "RELAY_PORT",
@@ -40,7 +41,7 @@ STEPS = 3
 
 
 class Work:
-    """What workers do, as a test sees it: `progress` and `stop` are the files by which they talk."""
+    """The workers as seen by a test, which communicates with them through the files `progress` and `stop`."""
 
     def __init__(self, place: Path) -> None:
         self.place = place
@@ -51,29 +52,34 @@ class Work:
             return int((self.place / "progress").read_text())
         return 0
 
-    def work_on(self, members: Sequence[Member], steps: int = STEPS) -> None:
+    def work_on(self, members: Sequence[TorchProcess], steps: int = STEPS) -> None:
         """Return when the workers have made a few more steps."""
         enough = self.steps() + steps
 
         def look() -> int:
             for member in members:
                 if not _lives(member.pid):
-                    member.result()  # which raises what it ended with
+                    member.result()  # raises its error
             return self.steps()
 
         until(look, lambda made: made >= enough)
 
     def stop(self) -> None:
-        """Ask the workers to come to an end."""
+        """Ask the workers to end."""
         (self.place / "stop").write_text("")
 
 
 class RelayedNodes(Work):
     """The hosts, and what runs on them."""
 
-    def __init__(self, place: Path, nodes: Sequence[Host], server_host: Host, undo: contextlib.ExitStack) -> None:
+    def __init__(
+        self, place: Path, nodes: Sequence[Host], server_host: Host, undo: contextlib.ExitStack, protected: bool
+    ) -> None:
         super().__init__(place)
         self.nodes, self.server_host = nodes, server_host
+        self.files = CredentialFiles(place / "files", (*nodes, server_host)) if protected else None
+        """The token and the certificate of the server, and of launchers."""
+
         self.upstream = f"tcp://{server_host.address}:{SERVER_PORT}"
         self._undo = undo
         self._server = self._serve()
@@ -91,11 +97,12 @@ class RelayedNodes(Work):
             str(SERVER_PORT),
             "--data-dir",
             str(self.place / "data"),
+            *(self.files.options() if self.files else ()),
         ]
         return self._start(self.server_host, "serve", *options)
 
     def _start(self, host: Host, *words: str) -> subprocess.Popen[bytes]:
-        """Start a command of ours, and return once it says that it listens."""
+        """Start one of our commands, and return once it listens."""
         child = host.popen([sys.executable, "-m", "rallypoint", *words], stdout=subprocess.PIPE)
         self._undo.callback(_end, child)
         read_line(child)
@@ -119,20 +126,23 @@ class RelayedNodes(Work):
         time.sleep(CUT_S)
         node.mend_to(self.server_host)
 
-    # What is seen
+    # Statistics
 
     def statistics(self, node: Host) -> Any:
-        """Return what a node's relay says of itself."""
+        """Return the statistics of a node's relay."""
         with node.inside(), urlopen(f"http://127.0.0.1:{RELAY_PORT}/statistics", timeout=AMPLE_S) as page:
             return json.load(page)
 
 
 @contextlib.contextmanager
-def relayed_nodes(place: Path, relays: bool = True) -> Iterator[RelayedNodes]:
-    """Have two nodes and a server for as long as the block lasts; without `relays`, a launcher starts those."""
+def relayed_nodes(place: Path, relays: bool = True, protected: bool = False) -> Iterator[RelayedNodes]:
+    """Create two nodes and a server for the duration of the block; without `relays`, a launcher starts the relays.
+
+    A `protected` server has a token and TLS.
+    """
     with contextlib.ExitStack() as undo:
         *nodes, server_host = undo.enter_context(hosts(3))
-        made = RelayedNodes(place, nodes, server_host, undo)
+        made = RelayedNodes(place, nodes, server_host, undo, protected)
         if relays:
             made.start_relays()
         yield made
@@ -154,7 +164,7 @@ def _lives(pid: int) -> bool:
 
 
 def become_worker(namespace: str, upstream: str) -> None:
-    """Move to a node, and have what its launcher would have set."""
+    """Enter a node, and set the environment as its launcher would."""
     enter(namespace)
     os.environ.update(
         GLOO_SOCKET_IFNAME="eth0",
@@ -167,12 +177,12 @@ def become_worker(namespace: str, upstream: str) -> None:
 
 
 def tell_progress(place: str, step: int) -> None:
-    """Let the test know how many steps were made; by one rank."""
+    """Report the number of steps to the test; for one rank only."""
     new = Path(place, "progress.new")
     new.write_text(str(step))
     new.replace(Path(place, "progress"))
 
 
 def stop_asked(place: str) -> bool:
-    """Say whether the test asks for the end."""
+    """Return whether the test has asked the workers to end."""
     return Path(place, "stop").exists()

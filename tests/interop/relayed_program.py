@@ -1,13 +1,14 @@
-"""What a worker does while it trains through relays: it uses the store in every step, and checks all of it in the end.
+"""A worker that trains through relays: it uses the store in every step, and checks its contents at the end.
 
     python -m tests.interop.relayed_program PLACE      # as a worker of torchrun, or of `rallypoint run`
 
-`test_relays.py` runs it in processes that find their relay by themselves; under a launcher, that says where the
-store is. PLACE is the directory by which the test and the workers talk (`relayed_nodes.py`).
+`test_relays.py` runs it in processes that find their relay by themselves; a launcher gives its workers the address of
+the store. PLACE is the directory through which the test and the workers communicate (`relayed_nodes.py`).
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -23,11 +24,11 @@ __all__ = ["AMPLE", "WORLD", "check_stores", "train", "use_stores"]
 AMPLE = timedelta(seconds=60)
 WORLD = 2
 GROUP_EVERY = 2
-"""In which steps a new group is opened."""
+"""Every how many steps a new group is opened."""
 
 
 def use_stores(torchs: Any, ours: rallypoint.Store, step: int, rank: int, world: int = WORLD) -> None:
-    """Count, hand over keys, and meet, with both clients; nothing may be lost, and nothing done twice."""
+    """Count, exchange keys and meet at barriers, with both clients; nothing may be lost or applied twice."""
     other = (rank + 1) % world
     for store, name in ((torchs, "torch"), (ours, "ours")):
         store.set(f"{name}/{step}/{rank}", f"{rank} was here")
@@ -42,7 +43,7 @@ def use_stores(torchs: Any, ours: rallypoint.Store, step: int, rank: int, world:
 
 
 def check_stores(torchs: Any, ours: rallypoint.Store, steps: int, world: int = WORLD) -> None:
-    """See that every step left exactly what it should have."""
+    """Check the keys that all steps have left."""
     assert sorted(torchs.get("torch/log").split(b";")) == sorted(ours.get("ours/log").split(b";"))
     assert len(set(torchs.get("torch/log").split(b";"))) == steps * world + 1
     assert ours.get("torch/count") == torchs.get("ours/count") == str(steps * world).encode()
@@ -65,14 +66,16 @@ class Learner:
         import torch
 
         self._optimizer.zero_grad()
-        torch.nn.functional.mse_loss(self._model(self._rows), self._targets).backward()
+        loss: Any = torch.nn.functional.mse_loss(self._model(self._rows), self._targets)
+        loss.backward()
         self._optimizer.step()
 
 
 def train(place: str, rank: int, torchs: Any, ours: rallypoint.Store, world: int = WORLD) -> tuple[int, bool]:
-    """Train by DDP in the open group until told to stop; return the steps, and whether the weights are right."""
+    """Train by DDP in the open group until asked to stop; return the steps, and whether the weights are right."""
     import torch
-    import torch.distributed as dist
+
+    dist = importlib.import_module("torch.distributed")
     from torch.nn.parallel import DistributedDataParallel
 
     learner = Learner(DistributedDataParallel, rank, world)
@@ -96,9 +99,10 @@ def train(place: str, rank: int, torchs: Any, ours: rallypoint.Store, world: int
 
 
 def add_up_in_a_new_group(rank: int, world: int) -> None:
-    """Open a group, whose ranks find each other in the store, and see that it works."""
+    """Open a group, whose ranks find each other in the store, and check that it works."""
     import torch
-    import torch.distributed as dist
+
+    dist = importlib.import_module("torch.distributed")
 
     group = dist.new_group(timeout=AMPLE)
     total = torch.tensor([rank + 1.0])
@@ -108,8 +112,8 @@ def add_up_in_a_new_group(rank: int, world: int) -> None:
 
 
 def main(place: str) -> None:
-    """Be a worker of a launcher: say who begins, and how it ended."""
-    import torch.distributed as dist
+    """Run as a worker of a launcher: print the beginning and the result."""
+    dist = importlib.import_module("torch.distributed")
 
     world = int(os.environ["WORLD_SIZE"])
     rank, host, port = int(os.environ["RANK"]), os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import importlib
 import pickle
 import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,13 +21,13 @@ import rallypoint
 from rallypoint import errors
 from rallypoint.deadline import Deadline
 
-from .operations import AMPLE, BASIC, EVERYTHING, QUEUES, SOON, TIMEOUTS, keys_of, transcribe
+from .operations import AMPLE, BASIC, EVERYTHING, QUEUES, SOON, TIMEOUTS, Truth, keys_of, transcribe
 
 pytestmark = pytest.mark.needs("torch")
 
 
 @pytest.fixture(params=["memory", "file", "tcp", "prefix"])
-def store(request, tmp_path):
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> rallypoint.Store:
     if request.param == "file":
         store: rallypoint.Store = rallypoint.FileStore(tmp_path / "store")
     elif request.param == "tcp":
@@ -35,7 +38,7 @@ def store(request, tmp_path):
 
 
 @pytest.fixture
-def torch_store(store):
+def torch_store(store: rallypoint.Store) -> Iterator[Any]:
     adapter = adapt(store)
     yield adapter
     adapter.close()
@@ -49,28 +52,28 @@ def adapt(store: rallypoint.Store) -> Any:
 
 def from_cpp(adapter: Any) -> Any:
     """Return a store whose every call goes through C++ to the adapter."""
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     return dist.PrefixStore("cpp", adapter)
 
 
-def test_every_operation(torch_store, store, truth):
+def test_every_operation(torch_store: Any, store: rallypoint.Store, truth: Truth) -> None:
     lines, keys = truth
     assert transcribe(torch_store, EVERYTHING) == lines
     assert keys_of(torch_store) == keys_of(store) == keys
     assert torch_store.num_keys() == store.num_keys() == len(keys) + 1, "and the key of the barrier that timed out"
 
 
-def test_every_operation_that_cpp_can_call(torch_store, store, truth):
+def test_every_operation_that_cpp_can_call(torch_store: Any, store: rallypoint.Store, truth: Truth) -> None:
     lines, keys = truth
     store.set("beside", "")
     assert transcribe(from_cpp(torch_store), BASIC + TIMEOUTS) == [*lines[: -len(QUEUES) - 1], lines[-1]]
     barrier_keys = {"full/num_members", "full/last_member"}
     assert set(keys_of(store, "cpp/")) == {key for key in keys if key != "full"} | barrier_keys
-    assert from_cpp(torch_store).num_keys() == store.num_keys(), "the whole store's, as on torch's own"
+    assert from_cpp(torch_store).num_keys() == store.num_keys(), "of the whole store, as with torch's own"
 
 
-def test_what_cpp_cannot_call_is_refused_by_torch_and_works_beneath(truth):
+def test_operations_missing_in_cpp_are_refused_by_torch_and_work_directly(truth: Truth) -> None:
     lines, _ = truth
     outside = from_cpp(adapt(rallypoint.HashStore()))
     for call in (("queue_push", "q", "v"), ("queue_pop", "q"), ("queue_len", "q"), ("list_keys",)):
@@ -79,8 +82,8 @@ def test_what_cpp_cannot_call_is_refused_by_torch_and_works_beneath(truth):
     assert transcribe(beneath, EVERYTHING) == lines
 
 
-def test_the_timeout_is_one_from_both_sides():
-    import torch.distributed as dist
+def test_python_and_cpp_share_the_timeout() -> None:
+    dist = importlib.import_module("torch.distributed")
 
     adapter = adapt(rallypoint.HashStore(timeout=7))
     outside = from_cpp(adapter)
@@ -90,7 +93,7 @@ def test_the_timeout_is_one_from_both_sides():
     for waits in (adapter, outside):
         with pytest.raises(dist.DistStoreError, match=r"after 0\.06 s"):
             waits.get("never")
-    assert adapter.underlying_store.timeout == timedelta(seconds=7), "which others may use"
+    assert adapter.underlying_store.timeout == timedelta(seconds=7), "the store beneath keeps its own"
     assert adapter.clone().timeout == SOON
 
 
@@ -111,8 +114,8 @@ RAISED = {
 
 
 @pytest.mark.parametrize("name", RAISED)
-def test_an_error_is_ours_and_torchs_and_pickles_as_ours(torch_store, name):
-    import torch.distributed as dist
+def test_an_error_is_ours_and_torchs_and_pickles_as_ours(torch_store: Any, name: str) -> None:
+    dist = importlib.import_module("torch.distributed")
 
     with pytest.raises(getattr(rallypoint, name)) as caught:
         RAISED[name](torch_store)
@@ -121,11 +124,11 @@ def test_an_error_is_ours_and_torchs_and_pickles_as_ours(torch_store, name):
     revived = pickle.loads(pickle.dumps(error))
     assert type(revived) is getattr(rallypoint, name)
     assert (str(revived), vars(revived)) == (str(error), vars(error))
-    assert str(error) and error.__suppress_context__, "said once"
+    assert str(error) and error.__suppress_context__, "the message has no duplicate context"
 
 
-def test_an_error_comes_through_cpp_unharmed():
-    import torch.distributed as dist
+def test_an_error_comes_through_cpp_unharmed() -> None:
+    dist = importlib.import_module("torch.distributed")
 
     outside = from_cpp(adapt(rallypoint.HashStore()))
     with pytest.raises(dist.DistStoreError) as caught:
@@ -136,8 +139,8 @@ def test_an_error_comes_through_cpp_unharmed():
         outside.set("text", "x") or outside.add("text", 1)
 
 
-def test_a_lost_server_is_torchs_network_error():
-    import torch.distributed as dist
+def test_a_lost_server_is_torchs_network_error() -> None:
+    dist = importlib.import_module("torch.distributed")
 
     with rallypoint.Server() as server:
         outside = from_cpp(adapt(rallypoint.TCPStore("127.0.0.1", server.port)))
@@ -147,21 +150,22 @@ def test_a_lost_server_is_torchs_network_error():
     assert isinstance(caught.value, rallypoint.SessionLost) and isinstance(caught.value, ConnectionError)
 
 
-def test_every_error_of_ours_has_a_torch_side():
-    import torch.distributed as dist
+def test_every_error_of_ours_has_a_torch_side() -> None:
+    dist = importlib.import_module("torch.distributed")
 
     from rallypoint.torch import _both
 
+    both: Any = _both  # a cached function, whose arguments mypy does not know
     for ours in leaves(errors.StoreError):
-        assert issubclass(_both(ours), (ours, dist.DistStoreError)) and issubclass(_both(ours), dist.DistStoreError)
+        assert issubclass(both(ours), ours) and issubclass(both(ours), dist.DistStoreError)
     for ours in leaves(errors.NetworkError):
-        assert issubclass(_both(ours), dist.DistNetworkError)
+        assert issubclass(both(ours), ours) and issubclass(both(ours), dist.DistNetworkError)
 
 
 # Life
 
 
-def test_torch_may_be_the_only_one_who_holds_it():
+def test_it_lives_while_only_torch_refers_to_it() -> None:
     outside = from_cpp(adapt(rallypoint.HashStore()))
     copied = outside.clone()
     gc.collect()
@@ -169,7 +173,7 @@ def test_torch_may_be_the_only_one_who_holds_it():
     assert outside.get("k") == b"v"
 
 
-def test_closing_lets_go_of_it():
+def test_a_closed_adapter_is_freed() -> None:
     closed = adapt(rallypoint.HashStore())
     gone = weakref.ref(closed)
     closed.close()
@@ -180,7 +184,7 @@ def test_closing_lets_go_of_it():
     assert gone() is None
 
 
-def test_a_clone_sees_the_same(torch_store):
+def test_a_clone_shares_the_store(torch_store: Any) -> None:
     copied = torch_store.clone()
     copied.set("k", "v")
     assert torch_store.get("k") == b"v" and type(copied) is type(torch_store)
@@ -188,20 +192,20 @@ def test_a_clone_sees_the_same(torch_store):
     assert torch_store.get("k") == b"v"
 
 
-def test_it_stays_in_its_process(torch_store):
+def test_it_cannot_be_pickled_or_copied(torch_store: Any) -> None:
     for leave in (pickle.dumps, copy.copy):
         with pytest.raises(TypeError):
             leave(torch_store)
 
 
-def test_only_a_store_of_ours_is_adapted():
-    import torch.distributed as dist
+def test_only_a_store_of_ours_is_adapted() -> None:
+    dist = importlib.import_module("torch.distributed")
 
     with pytest.raises(TypeError, match="HashStore"):
-        adapt(dist.HashStore())  # type: ignore[arg-type]
+        adapt(dist.HashStore())
 
 
-def test_threads_that_wait_in_cpp_stop_nobody():
+def test_threads_that_wait_in_cpp_do_not_block_others() -> None:
     store = rallypoint.HashStore()
     outside = from_cpp(adapt(store))
     seen: list[bytes] = []
@@ -218,7 +222,7 @@ def test_threads_that_wait_in_cpp_stop_nobody():
     assert seen == [b"now"] * 4
 
 
-def test_torchs_own_recipes_run_on_it(torch_store):
+def test_torchs_own_recipes_run_on_it(torch_store: Any) -> None:
     from torch.distributed.elastic.utils import store as recipes
 
     got: dict[int, list[bytes]] = {}
@@ -249,15 +253,12 @@ def be_interrupted(port: int) -> str:
     return "not interrupted"
 
 
-def test_ctrl_c_interrupts_a_wait_in_cpp(crew, server, until_waiting):
-    member = crew.start(be_interrupted, server.port)
-    until_waiting(1)
-    member.interrupt()
-    assert member.result() == "interrupted"
+def test_ctrl_c_interrupts_a_wait_in_cpp(server: rallypoint.Server, interrupted: Callable[..., Any]) -> None:
+    assert interrupted(be_interrupted, server.port) == "interrupted"
     assert rallypoint.TCPStore("127.0.0.1", server.port).list_keys() == ["cpp/after"]
 
 
-def test_without_torch_it_says_what_to_install():
+def test_without_torch_it_says_what_to_install() -> None:
     hide = "import sys; sys.modules['torch'] = None; import rallypoint.torch"
     run = subprocess.run([sys.executable, "-c", hide], capture_output=True, text=True, timeout=60)
     assert run.returncode == 1

@@ -1,4 +1,4 @@
-"""Arguments, attributes and environment of the store classes: PyTorch's and ours give the same answers.
+"""Arguments, attributes and environment of the store classes: PyTorch's and ours behave alike.
 
 Each probe is a function of a module, `torch.distributed` or `rallypoint`, and runs in a process of its own, so that
 variables of the environment reach PyTorch's C++ too.
@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from .crew import Crew
+from .torch_processes import TorchProcesses
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -25,15 +25,15 @@ MODULES = ("torch.distributed", "rallypoint")
 
 
 @pytest.fixture(params=MODULES)
-def house(request: pytest.FixtureRequest) -> str:
-    """Return the module whose classes are tried."""
+def library(request: pytest.FixtureRequest) -> str:
+    """The module whose classes are tested."""
     name: str = request.param
     return name
 
 
 @pytest.fixture(scope="module", params=MODULES)
 def port(request: pytest.FixtureRequest) -> Iterator[int]:
-    """Return the port of a launcher's store, which has the key `launcher`."""
+    """The port of a launcher's store, which has the key `launcher`."""
     store = importlib.import_module(request.param).TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     store.set("launcher", "1")
     yield store.port
@@ -53,8 +53,8 @@ def outcome(call: Any) -> str:
 # use_libuv
 
 
-def ask_for_libuv(house: str) -> list[str]:
-    TCPStore = importlib.import_module(house).TCPStore
+def ask_for_libuv(library: str) -> list[str]:
+    TCPStore = importlib.import_module(library).TCPStore
     default = TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     given: list[dict[str, Any]] = [{}, {"use_libuv": True}, {"use_libuv": False}]
     answers = [TCPStore(HOST, default.port, **more).libuvBackend for more in given]
@@ -63,23 +63,23 @@ def ask_for_libuv(house: str) -> list[str]:
     return [*map(repr, answers), outcome(lambda: setattr(default, "libuvBackend", True))]
 
 
-def test_use_libuv_is_accepted_and_told(crew: Crew, house: str) -> None:
+def test_use_libuv_is_accepted_and_told(torch_processes: TorchProcesses, library: str) -> None:
     told = ["True", "True", "False", "True", "True", "False", "AttributeError"]
-    assert crew.start(ask_for_libuv, house).result() == told
+    assert torch_processes.start(ask_for_libuv, library).result() == told
 
 
 # A launcher's store
 
 
-def be_master(house: str, port: int, told: dict[str, str], more: dict[str, Any]) -> str:
-    """Open a store as its master; return whether it is the launcher's, or which error it is."""
+def be_master(library: str, port: int, told: dict[str, str], more: dict[str, Any]) -> str:
+    """Open a store as its master; return whether it is the launcher's store, or the error."""
     os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "False", "MASTER_PORT": "1", **told})
-    TCPStore = importlib.import_module(house).TCPStore
+    TCPStore = importlib.import_module(library).TCPStore
     return outcome(lambda: TCPStore(HOST, port, is_master=True, timeout=BRIEF, **more).check(["launcher"]))
 
 
-def be_master_in_many_ways(house: str, port: int) -> list[str]:
-    """Become the master as told by the launcher, told in other words, told of another port, and not told."""
+def be_master_in_many_ways(library: str, port: int) -> list[str]:
+    """Open a master with the launcher's variable, other spellings of it, another port, and without it."""
     served = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
     ways: list[tuple[dict[str, str], dict[str, Any]]] = [
         (served, {}),
@@ -91,37 +91,37 @@ def be_master_in_many_ways(house: str, port: int) -> list[str]:
         ({**served, "MASTER_PORT": "1"}, {}),
         ({}, {}),
     ]
-    return [be_master(house, port, *way) for way in ways]
+    return [be_master(library, port, *way) for way in ways]
 
 
-def test_a_master_at_the_launchers_port_is_a_client(crew: Crew, house: str, port: int) -> None:
-    told = crew.start(be_master_in_many_ways, house, port).result()
+def test_a_master_at_the_launchers_port_is_a_client(torch_processes: TorchProcesses, library: str, port: int) -> None:
+    told = torch_processes.start(be_master_in_many_ways, library, port).result()
     assert told == ["True"] * 5 + ["network error"] * 3
 
 
-def start_a_private_store(house: str, port: int) -> str:
+def start_a_private_store(library: str, port: int) -> str:
     told = {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)}
-    return be_master(house, 0, told, {"wait_for_workers": False})
+    return be_master(library, 0, told, {"wait_for_workers": False})
 
 
-def create_store(house: str, port: int) -> str:
+def create_store(library: str, port: int) -> str:
     os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)})
     from torch.distributed.elastic.utils import distributed as theirs
 
     from rallypoint.compat import distributed as ours
 
-    made = (theirs if house == "torch.distributed" else ours).create_c10d_store(True, HOST, port, 1, timeout=20)
+    made = (theirs if library == "torch.distributed" else ours).create_c10d_store(True, HOST, port, 1, timeout=20)
     return repr(made.check(["launcher"]))
 
 
-def create_backend(house: str, port: int) -> str:
+def create_backend(library: str, port: int) -> str:
     os.environ.update({"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_PORT": str(port)})
     from torch.distributed.elastic import rendezvous as theirs
     from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend
 
     from rallypoint.compat import rendezvous as ours
 
-    names: Any = (theirs, c10d_rendezvous_backend) if house == "torch.distributed" else (ours, ours)
+    names: Any = (theirs, c10d_rendezvous_backend) if library == "torch.distributed" else (ours, ours)
     parameters = names[0].RendezvousParameters("c10d", f"{HOST}:{port}", "run", 1, 1, is_host="true")
     return repr(names[1].create_backend(parameters)[1].check(["launcher"]))
 
@@ -130,16 +130,18 @@ def create_backend(house: str, port: int) -> str:
     ("function", "expected"),
     [(create_store, "True"), (create_backend, "True"), (start_a_private_store, "False")],
 )
-def test_others_at_the_launchers_port(crew: Crew, house: str, port: int, function: Any, expected: str) -> None:
-    assert crew.start(function, house, port).result() == expected
+def test_other_stores_at_the_launchers_port(
+    torch_processes: TorchProcesses, library: str, port: int, function: Any, expected: str
+) -> None:
+    assert torch_processes.start(function, library, port).result() == expected
 
 
 # The file of a FileStore
 
 
-def drop_handles(house: str, folder: str) -> list[bool]:
-    """Return whether the file is there after each of several ways to drop its handles."""
-    module = importlib.import_module(house)
+def drop_handles(library: str, folder: str) -> list[bool]:
+    """Return whether the file exists after each of several ways to drop its handles."""
+    module = importlib.import_module(library)
     left: list[bool] = []
 
     def look(path: str) -> None:
@@ -164,16 +166,18 @@ def drop_handles(house: str, folder: str) -> list[bool]:
     return left
 
 
-def test_the_file_goes_with_its_last_handle(crew: Crew, house: str, tmp_path: Path) -> None:
+def test_the_file_is_removed_with_its_last_handle(
+    torch_processes: TorchProcesses, library: str, tmp_path: Path
+) -> None:
     stays = [True, False, False, True, True, True, False]
-    assert crew.start(drop_handles, house, str(tmp_path)).result() == stays
+    assert torch_processes.start(drop_handles, library, str(tmp_path)).result() == stays
 
 
 # Misuse
 
 
-def misuse(house: str) -> list[str]:
-    module = importlib.import_module(house)
+def misuse(library: str) -> list[str]:
+    module = importlib.import_module(library)
     store = module.HashStore()
     calls = [
         lambda: module.TCPStore(HOST, 0, world_size=0, is_master=True, timeout=BRIEF),
@@ -187,25 +191,25 @@ def misuse(house: str) -> list[str]:
     return [outcome(call) for call in calls]
 
 
-def test_what_cannot_be_is_refused_alike(crew: Crew, house: str) -> None:
+def test_both_libraries_refuse_the_same_misuse(torch_processes: TorchProcesses, library: str) -> None:
     refused = ["ValueError", "ValueError", "0", "ValueError", "TypeError", "True", "True"]
-    assert crew.start(misuse, house).result() == refused
+    assert torch_processes.start(misuse, library).result() == refused
 
 
-def be_client_of_port_0(house: str) -> str:
+def be_client_of_port_0(library: str) -> str:
     from torch.distributed.elastic.utils import distributed as theirs
 
     from rallypoint.compat import distributed as ours
 
-    create = (theirs if house == "torch.distributed" else ours).create_c10d_store
+    create = (theirs if library == "torch.distributed" else ours).create_c10d_store
     return outcome(lambda: create(False, HOST, 0, timeout=1))
 
 
-def test_a_client_of_port_0_finds_no_server(crew: Crew, house: str) -> None:
-    assert crew.start(be_client_of_port_0, house).result() == "network error"
+def test_a_client_of_port_0_finds_no_server(torch_processes: TorchProcesses, library: str) -> None:
+    assert torch_processes.start(be_client_of_port_0, library).result() == "network error"
 
 
-# Words that people look for in errors
+# Words that people search for in errors
 
 WORDS = {
     "hash get": "timeout",
@@ -223,12 +227,12 @@ WORDS = {
     "world size 0": "world size|cannot be 0",
     "prefix of nothing": "cannot be None",
 }
-"""What fails, and words that PyTorch's error and ours both have, whatever their case."""
+"""Failing calls, and words that both PyTorch's error and ours contain, ignoring case."""
 
 
-def fail(house: str, folder: str) -> dict[str, str]:
-    """Return the words of the error that each call raises."""
-    module = importlib.import_module(house)
+def fail(library: str, folder: str) -> dict[str, str]:
+    """Return the message of the error that each call raises."""
+    module = importlib.import_module(library)
     tcp = module.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
     hashed, file, brief = module.HashStore(), module.FileStore(f"{folder}/file", 1), timedelta(milliseconds=20)
     for store in (tcp, hashed, file):
@@ -260,8 +264,10 @@ def words_of(call: Any) -> str:
     raise AssertionError("it went through")
 
 
-def test_errors_have_the_words_that_people_look_for(crew: Crew, house: str, tmp_path: Path) -> None:
-    said = crew.start(fail, house, str(tmp_path)).result()
+def test_errors_have_the_words_that_people_look_for(
+    torch_processes: TorchProcesses, library: str, tmp_path: Path
+) -> None:
+    said = torch_processes.start(fail, library, str(tmp_path)).result()
     lacking = {
         name: (word, said[name])
         for name, words in WORDS.items()

@@ -1,4 +1,4 @@
-"""examples/ddp_elastic.py, killed at random, makes every step once: it ends with the loss of a run that nobody touched.
+"""examples/ddp_elastic.py, killed at random, makes every step once: its loss is that of an undisturbed run.
 
 `make soak` kills for a minute.
 """
@@ -8,9 +8,10 @@ from __future__ import annotations
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.killing import KILLING_S, ROOT, run_and_kill
+from tests.kill_workers import KILLING_S, ROOT, run_and_kill
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -22,19 +23,21 @@ def loss_after(steps: int) -> float:
     import torch
 
     spec = importlib.util.spec_from_file_location("ddp_elastic", ROOT / "examples" / "ddp_elastic.py")
-    example = importlib.util.module_from_spec(spec)  # type: ignore[arg-type]
-    spec.loader.exec_module(example)  # type: ignore[union-attr]
+    assert spec is not None and spec.loader is not None
+    example = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(example)
     model, optimizer = example.untrained()
     x, y = example.data()
     for _ in range(steps):
         optimizer.zero_grad()
-        torch.nn.functional.mse_loss(model(x), y).backward()
+        loss: Any = torch.nn.functional.mse_loss(model(x), y)
+        loss.backward()
         optimizer.step()
     with torch.no_grad():
         return float(torch.nn.functional.mse_loss(model(x), y))
 
 
-def test_killed_at_random_it_ends_with_the_right_loss(tmp_path: Path) -> None:
+def test_a_job_killed_at_random_ends_with_the_right_loss(tmp_path: Path) -> None:
     checkpoint = tmp_path / "line.pt"
     arguments = f"--checkpoint={checkpoint} --steps=400 --pause={PAUSE_S + KILLING_S / 800}"
     kills, said = run_and_kill(

@@ -1,18 +1,18 @@
-"""What PyTorch builds on a store, on ours: process groups, DDP, RPC, torchrun, by programs that know nothing of it.
+"""PyTorch's process groups, DDP, RPC and torchrun on our store, in programs that do not use rallypoint themselves.
 
-By itself, rank 0 of a job starts the store's server, at the address that all ranks were given. With
-TORCHELASTIC_USE_AGENT_STORE=True (exactly so) in its environment it connects to a server that is there already, as all
-other ranks do, be the init method env:// or tcp://. torchrun sets it for its workers; here it stands for a rallypoint
-server.
+By default, rank 0 of a job starts the store's server, at the address that all ranks were given. With
+TORCHELASTIC_USE_AGENT_STORE=True (exactly so) in its environment it connects to an existing server, as all other ranks
+do, for the init methods env:// and tcp://. torchrun sets it for its workers; here it selects a rallypoint server.
 """
 
 from __future__ import annotations
 
 import ast
+import importlib
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,13 @@ import pytest
 
 import rallypoint
 
-from .crew import AMPLE_S
 from .operations import AMPLE
+from .torch_processes import AMPLE_S, TorchProcesses
 
 pytestmark = pytest.mark.needs("torch")
 
 PROGRAM = Path(__file__).with_name("program.py")
-SERVER_IS_THERE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
+AGENT_STORE = {"TORCHELASTIC_USE_AGENT_STORE": "True"}
 
 
 def keys_on(server: rallypoint.Server) -> set[str]:
@@ -34,11 +34,11 @@ def keys_on(server: rallypoint.Server) -> set[str]:
 
 
 def gloo_keys(prefix: str, group: str = "0") -> set[str]:
-    """Where the two ranks of a group tell each other their addresses."""
+    """The keys of the addresses of the two ranks of a group."""
     return {f"{prefix}{group}//cpu//0/{rank}" for rank in range(2)}
 
 
-# Programs that are not changed
+# Unchanged programs
 
 
 def train_alone() -> list[float]:
@@ -61,10 +61,12 @@ def outputs(processes: list[subprocess.Popen[str]]) -> list[Any]:
 
 def surroundings(server_port: int, rank: int) -> dict[str, str]:
     place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server_port)}
-    return {**SERVER_IS_THERE, **place, "RANK": str(rank), "WORLD_SIZE": "2"}
+    return {**AGENT_STORE, **place, "RANK": str(rank), "WORLD_SIZE": "2"}
 
 
-def test_an_unchanged_program_trains_over_our_server(crew, server):
+def test_an_unchanged_program_trains_over_our_server(
+    torch_processes: TorchProcesses, server: rallypoint.Server
+) -> None:
     ranks = [
         subprocess.Popen(
             [sys.executable, str(PROGRAM)],
@@ -75,7 +77,7 @@ def test_an_unchanged_program_trains_over_our_server(crew, server):
         )
         for rank in range(2)
     ]
-    expected = crew.start(train_alone).result()
+    expected = torch_processes.start(train_alone).result()
     assert sorted(outputs(ranks)) == [(rank, 3.0, expected) for rank in range(2)]
     assert gloo_keys("default_pg/") <= keys_on(server)
 
@@ -87,14 +89,14 @@ def run_the_program(port: int, rank: int) -> tuple[int, float, list[float]]:
     return run(f"tcp://127.0.0.1:{port}")
 
 
-def test_the_same_with_an_address_in_the_program(crew, server):
-    expected = crew.start(train_alone).result()
-    ranks = crew.run(run_the_program, [(server.port, rank) for rank in range(2)])
+def test_the_same_with_an_address_in_the_program(torch_processes: TorchProcesses, server: rallypoint.Server) -> None:
+    expected = torch_processes.start(train_alone).result()
+    ranks = torch_processes.run(run_the_program, [(server.port, rank) for rank in range(2)])
     assert ranks == [(rank, 3.0, expected) for rank in range(2)]
     assert gloo_keys("default_pg/") <= keys_on(server)
 
 
-def test_torchrun_meets_on_our_server(crew, server):
+def test_torchrun_meets_on_our_server(torch_processes: TorchProcesses, server: rallypoint.Server) -> None:
     options = f"--nnodes=1 --nproc-per-node=2 --rdzv-backend=c10d --rdzv-endpoint=127.0.0.1:{server.port} --rdzv-id=j7"
     torchrun = subprocess.Popen(
         [sys.executable, "-m", "torch.distributed.run", *options.split(), str(PROGRAM)],
@@ -102,17 +104,17 @@ def test_torchrun_meets_on_our_server(crew, server):
         stderr=subprocess.PIPE,
         text=True,
     )
-    expected = crew.start(train_alone).result()
+    expected = torch_processes.start(train_alone).result()
     assert sorted(outputs([torchrun])) == [(rank, 3.0, expected) for rank in range(2)]
     assert {"torch.rendezvous.j7", "torch.rendezvous.j7.0/MASTER_PORT"} <= keys_on(server)
 
 
-# The ways to a process group
+# Ways to open a process group
 
 
 def open_group(port: int, how: str, rank: int) -> None:
     """Open the default group of two ranks."""
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     if how in ("env", "tcp"):
         os.environ.update(surroundings(port, rank))
@@ -130,7 +132,8 @@ def open_group(port: int, how: str, rank: int) -> None:
 
 def use_groups(port: int, how: str, rank: int) -> list[Any]:
     import torch
-    import torch.distributed as dist
+
+    dist = importlib.import_module("torch.distributed")
 
     open_group(port, how, rank)
     values = torch.tensor([rank + 1.0, 10.0])
@@ -149,27 +152,29 @@ USED = [[3.0, 20.0], [{"rank": 0}, {"rank": 1}]]
 
 
 @pytest.mark.parametrize(("how", "prefix"), [("env", "default_pg/"), ("tcp", "default_pg/"), ("client", "")])
-def test_a_group_on_our_server(crew, server, how, prefix):
-    assert crew.run(use_groups, [(server.port, how, rank) for rank in range(2)]) == [USED] * 2
+def test_a_process_group_works_on_our_server(
+    torch_processes: TorchProcesses, server: rallypoint.Server, how: str, prefix: str
+) -> None:
+    assert torch_processes.run(use_groups, [(server.port, how, rank) for rank in range(2)]) == [USED] * 2
     assert gloo_keys(prefix) | gloo_keys(f"{prefix}0//", "1") <= keys_on(server)
 
 
-def test_a_group_over_the_adapter(crew, server):
+def test_a_process_group_works_over_the_adapter(torch_processes: TorchProcesses, server: rallypoint.Server) -> None:
     url = f"{server.url}/job-7"
-    assert crew.run(use_groups, [(0, url, rank) for rank in range(2)]) == [USED] * 2
+    assert torch_processes.run(use_groups, [(0, url, rank) for rank in range(2)]) == [USED] * 2
     assert gloo_keys("job-7/") | gloo_keys("job-7/0//", "1") == keys_on(server)
 
 
-def test_a_group_over_the_adapter_and_a_file(crew, tmp_path):
+def test_a_process_group_works_over_the_adapter_and_a_file(torch_processes: TorchProcesses, tmp_path: Path) -> None:
     url = f"file://{tmp_path}/run-7"
     watcher = rallypoint.FileStore(tmp_path / "run-7")
-    assert crew.run(use_groups, [(0, url, rank) for rank in range(2)]) == [USED] * 2
+    assert torch_processes.run(use_groups, [(0, url, rank) for rank in range(2)]) == [USED] * 2
     assert gloo_keys("") | gloo_keys("0//", "1") == set(watcher.list_keys())
 
 
 def lose_the_race_for_the_port(port: int) -> str:
-    """Be rank 0 that was not told that there is a server."""
-    import torch.distributed as dist
+    """Run rank 0 without the variable."""
+    dist = importlib.import_module("torch.distributed")
 
     try:
         dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=0, world_size=2, timeout=AMPLE)
@@ -178,13 +183,15 @@ def lose_the_race_for_the_port(port: int) -> str:
     return "it connected"
 
 
-def test_without_the_variable_rank_0_wants_a_server_of_its_own(crew, server):
-    assert "EADDRINUSE" in crew.start(lose_the_race_for_the_port, server.port).result()
+def test_without_the_variable_rank_0_wants_a_server_of_its_own(
+    torch_processes: TorchProcesses, server: rallypoint.Server
+) -> None:
+    assert "EADDRINUSE" in torch_processes.start(lose_the_race_for_the_port, server.port).result()
     assert keys_on(server) == set()
 
 
 def wait_for_a_rank_that_never_comes(url: str) -> list[bool]:
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     from rallypoint.torch import TorchStore
 
@@ -196,13 +203,15 @@ def wait_for_a_rank_that_never_comes(url: str) -> list[bool]:
     return []
 
 
-def test_a_rank_that_never_comes_is_a_time_out_of_both_kinds(crew, server):
-    assert crew.start(wait_for_a_rank_that_never_comes, server.url).result() == [True, True, True]
+def test_a_missing_rank_is_a_timeout_of_torch_and_of_ours(
+    torch_processes: TorchProcesses, server: rallypoint.Server
+) -> None:
+    assert torch_processes.start(wait_for_a_rank_that_never_comes, server.url).result() == [True, True, True]
     assert keys_on(server) == {"0//cpu//0/0"}
 
 
 def be_interrupted(url: str) -> str:
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     from rallypoint.torch import TorchStore
 
@@ -213,11 +222,8 @@ def be_interrupted(url: str) -> str:
     return "not interrupted"
 
 
-def test_ctrl_c_ends_a_group_that_waits(crew, server, until_waiting):
-    member = crew.start(be_interrupted, server.url)
-    until_waiting(1)
-    member.interrupt()
-    assert member.result() == "interrupted"
+def test_ctrl_c_ends_a_group_that_waits(server: rallypoint.Server, interrupted: Callable[..., Any]) -> None:
+    assert interrupted(be_interrupted, server.url) == "interrupted"
 
 
 # RPC
@@ -225,8 +231,9 @@ def test_ctrl_c_ends_a_group_that_waits(crew, server, until_waiting):
 
 def call_each_other(port: int, how: str, rank: int) -> float:
     import torch
-    import torch.distributed as dist
-    from torch.distributed import rpc
+
+    dist = importlib.import_module("torch.distributed")
+    rpc = importlib.import_module("torch.distributed.rpc")
 
     from rallypoint.torch import TorchStore
 
@@ -244,6 +251,6 @@ def call_each_other(port: int, how: str, rank: int) -> float:
 
 
 @pytest.mark.parametrize("how", ["env", "tcp", "adapter"])
-def test_rpc_on_our_server(crew, server, how):
-    assert crew.run(call_each_other, [(server.port, how, rank) for rank in range(2)]) == [2.0, 4.0]
+def test_rpc_works_on_our_server(torch_processes: TorchProcesses, server: rallypoint.Server, how: str) -> None:
+    assert torch_processes.run(call_each_other, [(server.port, how, rank) for rank in range(2)]) == [2.0, 4.0]
     assert {"rpc_prefix_0/names/0", "rpc_prefix_0/addrs/worker1"} <= keys_on(server)

@@ -1,12 +1,13 @@
 """PyTorch through a relay on each of two nodes, while links to the server are cut and the server is killed.
 
 The nodes are network namespaces. Workers use the store in every step: they count, hand each other keys, meet at
-barriers, and open new groups, by PyTorch's client and by ours. They are the same processes all the time, no call of
-theirs fails, and in the end every count is exact and the weights are those of an undisturbed run.
+barriers, and open new groups, with PyTorch's client and ours. They are the same processes all the time, none of their
+calls fails, and at the end every count is exact and the weights are those of an undisturbed run.
 """
 
 from __future__ import annotations
 
+import importlib
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -16,24 +17,24 @@ import pytest
 
 import rallypoint
 
-from .crew import Crew
 from .relayed_nodes import RELAY_PORT, RelayedNodes, become_worker, relayed_nodes, stop_asked, tell_progress
 from .relayed_program import AMPLE, WORLD, check_stores, train, use_stores
+from .torch_processes import TorchProcesses
 
 pytestmark = [pytest.mark.needs("torch"), pytest.mark.needs("netns")]
 
-KILLS, CUTS = 5, 4
+KILLS, CUTS = 3, 4
 
 
 def open_stores(upstream: str) -> tuple[Any, rallypoint.Store]:
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     return dist.TCPStore("127.0.0.1", RELAY_PORT, timeout=AMPLE), rallypoint.connect(upstream, timeout=AMPLE)
 
 
 def train_here(namespace: str, upstream: str, place: str, rank: int) -> tuple[int, bool, int]:
-    """Train by DDP until told to stop; return the steps, whether the result is right, and the pid."""
-    import torch.distributed as dist
+    """Train by DDP until asked to stop; return the steps, whether the result is right, and the pid."""
+    dist = importlib.import_module("torch.distributed")
 
     become_worker(namespace, upstream)
     torchs, ours = open_stores(upstream)
@@ -42,9 +43,10 @@ def train_here(namespace: str, upstream: str, place: str, rank: int) -> tuple[in
 
 
 def call_here(namespace: str, upstream: str, place: str, rank: int) -> tuple[int, bool, int]:
-    """Call each other until told to stop: every step opens RPC anew, whose workers find each other in the store."""
+    """Call each other until asked to stop; every step opens RPC again, whose workers find each other in the store."""
     import torch
-    from torch.distributed import rpc
+
+    rpc = importlib.import_module("torch.distributed.rpc")
 
     become_worker(namespace, upstream)
     torchs, ours = open_stores(upstream)
@@ -80,14 +82,16 @@ def cut_the_links(nodes: RelayedNodes, go_on: Callable[[], None]) -> None:
         nodes.cut(nodes.nodes[number % 2])
         go_on()
     for node in nodes.nodes:
-        assert nodes.statistics(node)["upstream_connections"] > CUTS // 2, "it never noticed"
+        assert nodes.statistics(node)["upstream_connections"] > CUTS // 2, "the relay never noticed a cut"
 
 
 @pytest.mark.parametrize("fault", [kill_the_server, cut_the_links])
 @pytest.mark.parametrize("program", [train_here, call_here])
-def test_work_goes_on(crew: Crew, tmp_path: Path, program: Any, fault: Any) -> None:
+def test_workers_continue_in_the_same_processes(
+    torch_processes: TorchProcesses, tmp_path: Path, program: Any, fault: Any
+) -> None:
     with relayed_nodes(tmp_path) as nodes:
-        members = [crew.start(program, *nodes.arguments(rank)) for rank in range(WORLD)]
+        members = [torch_processes.start(program, *nodes.arguments(rank)) for rank in range(WORLD)]
         nodes.work_on(members)
         fault(nodes, lambda: nodes.work_on(members))
         nodes.stop()

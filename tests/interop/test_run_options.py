@@ -15,7 +15,7 @@ from rallypoint.cli import main
 from rallypoint.cli.run import command as run_command
 from rallypoint.compat.rendezvous.endpoint import _parse_rendezvous_config
 
-from .crew import AMPLE_S
+from .torch_processes import AMPLE_S
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -45,7 +45,7 @@ def ours(*words: str) -> dict[str, Any]:
         "--node-r 1 --master-a h --master-p 7",
     ],
 )
-def test_beginnings_of_names_mean_what_they_do_for_torchrun(words: str) -> None:
+def test_abbreviated_options_mean_the_same_as_for_torchrun(words: str) -> None:
     from torch.distributed.run import get_args_parser
 
     theirs = vars(get_args_parser().parse_args([*words.split(), "script.py", "--redirect"]))
@@ -56,7 +56,7 @@ def test_beginnings_of_names_mean_what_they_do_for_torchrun(words: str) -> None:
 
 
 @pytest.mark.parametrize("word", ["--rdzv", "--m", "--no", "--redirectss"])
-def test_what_torchrun_takes_for_ambiguous_or_unknown_is_refused(word: str, capsys: Any) -> None:
+def test_options_ambiguous_or_unknown_to_torchrun_are_refused(word: str, capsys: Any) -> None:
     from torch.distributed.run import get_args_parser
 
     with pytest.raises(SystemExit) as caught:
@@ -98,7 +98,7 @@ def test_quotes_are_part_of_a_value_as_for_torchrun(conf: str) -> None:
 
 
 @pytest.mark.parametrize("value", ["1", "true", "T", "yes", "Y", "0", "False", "f", "no", "n", "on", "'true'", "2", ""])
-def test_who_is_host_is_said_as_for_torchrun(value: str) -> None:
+def test_is_host_takes_the_same_values_as_torchruns(value: str) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
     told = CliRunner().invoke(main, ["run", "--rdzv-conf", f"is_host={value}", "--nnodes=2", "script.py"])
@@ -108,4 +108,4 @@ def test_who_is_host_is_said_as_for_torchrun(value: str) -> None:
     except (AssertionError, ValueError):
         assert told.exit_code == 2 and "'is_host'" in told.output
     else:
-        assert told.exit_code == 2 and "needs a place to meet" in told.output
+        assert told.exit_code == 2 and "needs a server" in told.output

@@ -1,9 +1,10 @@
-"""PyTorch's clients on our server, its state in memory or in etcd: every operation, many processes, no difference."""
+"""PyTorch's clients on our server, in memory or in etcd: every operation, many processes, same results as PyTorch's."""
 
 from __future__ import annotations
 
+import importlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ import pytest
 import rallypoint
 from rallypoint import net
 
-from .operations import AMPLE, BASIC, EVERYTHING, SOON, TIMEOUTS, Transcript, keys_of, transcribe
+from .operations import AMPLE, BASIC, EVERYTHING, SOON, TIMEOUTS, Transcript, Truth, keys_of, transcribe
+from .torch_processes import TorchProcesses
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -24,7 +26,7 @@ def server(request: pytest.FixtureRequest) -> Iterator[rallypoint.Server]:
 
 
 def client(port: int, **options: Any) -> Any:
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     return dist.TCPStore("127.0.0.1", port, timeout=AMPLE, **options)
 
@@ -38,24 +40,28 @@ def on_our_server(port: int, mark: str) -> tuple[Transcript, list[str]]:
 
 
 def through_prefixes(port: int, mark: str) -> tuple[Transcript, list[str]]:
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     store = dist.PrefixStore(mark, dist.PrefixStore("deep", client(port)))
     return transcribe(store, EVERYTHING), keys_of(client(port), f"deep/{mark}/")
 
 
-def test_every_operation_from_four_processes_at_once(crew, server, truth):
+def test_every_operation_from_four_processes_at_once(
+    torch_processes: TorchProcesses, server: rallypoint.Server, truth: Truth
+) -> None:
     lines, keys = truth
     marks = [f"{n}:" for n in range(4)]
-    assert crew.run(on_our_server, [(server.port, mark) for mark in marks]) == [(lines, keys)] * 4
+    assert torch_processes.run(on_our_server, [(server.port, mark) for mark in marks]) == [(lines, keys)] * 4
     ours = rallypoint.TCPStore("127.0.0.1", server.port)
     assert {(mark, key) for mark in marks for key in keys_of(ours, mark)} == {(m, k) for m in marks for k in keys}
     assert ours.num_keys() == 4 * (len(keys) + 1), "and the key of the barrier that timed out"
 
 
-def test_every_operation_through_torchs_prefix_store(crew, server, truth):
+def test_every_operation_through_torchs_prefix_store(
+    torch_processes: TorchProcesses, server: rallypoint.Server, truth: Truth
+) -> None:
     lines, keys = truth
-    (seen, left), (seen_too, left_too) = crew.run(through_prefixes, [(server.port, "a"), (server.port, "b")])
+    (seen, left), (seen_too, left_too) = torch_processes.run(through_prefixes, [(server.port, "a"), (server.port, "b")])
     assert seen == seen_too == lines
     barrier_keys = {"full/num_members", "full/last_member"}  # torch's PrefixStore makes a barrier of two plain keys
     assert set(left) == set(left_too) == {key for key in keys if key != "full"} | barrier_keys
@@ -71,9 +77,9 @@ def use_a_clone(port: int) -> tuple[Any, ...]:
     return seen, copy.get("from"), copy.num_keys(), transcribe(copy, TIMEOUTS[:2])[:2]
 
 
-def test_a_clone_is_a_client_of_its_own(crew, server):
+def test_a_clone_is_a_client_of_its_own(torch_processes: TorchProcesses, server: rallypoint.Server) -> None:
     late = [("wait", "DistStoreError")] * 2
-    assert crew.start(use_a_clone, server.port).result() == (b"the clone", b"the clone", 1, late)
+    assert torch_processes.start(use_a_clone, server.port).result() == (b"the clone", b"the clone", 1, late)
 
 
 # Waiting
@@ -89,12 +95,14 @@ def write(port: int, key: str, value: str) -> None:
     client(port).set(key, value)
 
 
-def test_a_wait_is_woken_by_another_process(crew, server, until_waiting):
-    waiting = [crew.start(wait_for, server.port, ["x", "y"]) for _ in range(4)]
+def test_a_wait_is_woken_by_another_process(
+    torch_processes: TorchProcesses, server: rallypoint.Server, until_waiting: Callable[[int], None]
+) -> None:
+    waiting = [torch_processes.start(wait_for, server.port, ["x", "y"]) for _ in range(4)]
     until_waiting(4)
-    crew.start(write, server.port, "x", "1").result()
+    torch_processes.start(write, server.port, "x", "1").result()
     until_waiting(4)
-    crew.start(write, server.port, "y", "2").result()
+    torch_processes.start(write, server.port, "y", "2").result()
     assert [member.result() for member in waiting] == [[b"1", b"2"]] * 4
 
 
@@ -104,15 +112,15 @@ def time_out_and_go_on(port: int) -> Transcript:
     return transcribe(store, again)
 
 
-def test_a_client_that_timed_out_stays_usable(crew, server):
+def test_a_client_that_timed_out_stays_usable(torch_processes: TorchProcesses, server: rallypoint.Server) -> None:
     late = "DistStoreError"
     expected = [line for n in range(1, 6) for line in (("wait", late), ("barrier", late), ("add", n))]
-    assert crew.start(time_out_and_go_on, server.port).result() == [*expected, ("has_extended_api", True)]
+    assert torch_processes.start(time_out_and_go_on, server.port).result() == [*expected, ("has_extended_api", True)]
 
 
 def meet(port: int, rounds: int, prefixed: bool) -> list[int]:
-    """Count in, meet, and look: after the barrier, everybody must have been counted."""
-    import torch.distributed as dist
+    """Count, meet at the barrier, and read: after the barrier, all must have been counted."""
+    dist = importlib.import_module("torch.distributed")
 
     store = dist.PrefixStore("p", client(port)) if prefixed else client(port)
     seen = []
@@ -124,15 +132,17 @@ def meet(port: int, rounds: int, prefixed: bool) -> list[int]:
 
 
 @pytest.mark.parametrize("prefixed", [False, True])
-def test_a_barrier_of_eight_processes(crew, server, prefixed):
-    assert crew.run(meet, [(server.port, 5, prefixed)] * 8) == [[8] * 5] * 8
+def test_a_barrier_of_eight_processes(
+    torch_processes: TorchProcesses, server: rallypoint.Server, prefixed: bool
+) -> None:
+    assert torch_processes.run(meet, [(server.port, 5, prefixed)] * 8) == [[8] * 5] * 8
 
 
 # Queues
 
 
 def consume(port: int) -> list[int]:
-    """Take items until told to stop; a blocking pop must never find the queue empty."""
+    """Pop items until the item `stop`; a blocking pop must never find the queue empty."""
     store = client(port)
     taken = []
     while (item := store.queue_pop("jobs")) != b"stop":
@@ -144,13 +154,15 @@ def produce(port: int, first: int, count: int) -> None:
     store = client(port)
     for n in range(first, first + count):
         store.queue_push("jobs", str(n))
-    assert store.queue_len("absent") == 0  # what was pushed has arrived when this is answered
+    assert store.queue_len("absent") == 0  # when this returns, all pushes have arrived
 
 
-def test_four_consumers_get_every_item_once(crew, server, until_waiting):
-    consumers = [crew.start(consume, server.port) for _ in range(4)]
+def test_four_consumers_get_every_item_once(
+    torch_processes: TorchProcesses, server: rallypoint.Server, until_waiting: Callable[[int], None]
+) -> None:
+    consumers = [torch_processes.start(consume, server.port) for _ in range(4)]
     until_waiting(4)
-    crew.run(produce, [(server.port, 0, 500), (server.port, 500, 500)])
+    torch_processes.run(produce, [(server.port, 0, 500), (server.port, 500, 500)])
     ours = rallypoint.TCPStore("127.0.0.1", server.port)
     for _ in consumers:
         ours.queue_push("jobs", "stop")
@@ -168,7 +180,7 @@ def join(port: int, world_size: int) -> int:
     return int(store.num_keys())
 
 
-def test_torch_joins_our_master_that_waits_for_workers(crew):
+def test_torch_joins_our_master_that_waits_for_workers(torch_processes: TorchProcesses) -> None:
     sock = net.bound_socket("127.0.0.1")
     port = sock.getsockname()[1]
     masters = []
@@ -178,20 +190,20 @@ def test_torch_joins_our_master_that_waits_for_workers(crew):
 
     opening = threading.Thread(target=open_master)
     opening.start()
-    first = crew.start(join, port, 3)
+    first = torch_processes.start(join, port, 3)
     assert first.result() == 2, "the counter of clients, and what it wrote"
     assert not masters, "one of three is still missing"
-    crew.start(join, port, 3).result()
+    torch_processes.start(join, port, 3).result()
     opening.join(AMPLE.total_seconds())
     (master,) = masters
     assert master.get("joined") == b"torch"
     master.close()
 
 
-def test_a_master_whose_workers_stay_away_says_how_many(crew):
+def test_a_master_without_all_its_workers_reports_how_many_joined(torch_processes: TorchProcesses) -> None:
     sock = net.bound_socket("127.0.0.1")
     port = sock.getsockname()[1]
-    member = crew.start(join, port, 3)
+    member = torch_processes.start(join, port, 3)
     with pytest.raises(rallypoint.WorkersMissing, match="2 of 3") as caught:
         rallypoint.TCPStore("127.0.0.1", port, 3, True, 3, master_listen_fd=sock.detach())
     assert member.result() in (1, 2)
@@ -199,8 +211,8 @@ def test_a_master_whose_workers_stay_away_says_how_many(crew):
 
 
 def master_of_ours(board_port: int) -> bytes:
-    """Be a torch master that waits for three clients, and tell on the board where."""
-    import torch.distributed as dist
+    """Run a torch master that waits for three clients, and write its port to another store."""
+    dist = importlib.import_module("torch.distributed")
 
     with net.bound_socket("127.0.0.1") as sock:
         rallypoint.TCPStore("127.0.0.1", board_port).set("master", str(sock.getsockname()[1]))
@@ -211,8 +223,10 @@ def master_of_ours(board_port: int) -> bytes:
         return bytes(store.get("from ours"))
 
 
-def test_ours_joins_torchs_master_that_waits_for_workers(crew, server):
-    master = crew.start(master_of_ours, server.port)
+def test_ours_joins_torchs_master_that_waits_for_workers(
+    torch_processes: TorchProcesses, server: rallypoint.Server
+) -> None:
+    master = torch_processes.start(master_of_ours, server.port)
     port = int(rallypoint.TCPStore("127.0.0.1", server.port).get("master"))
     first, second = (rallypoint.TCPStore("127.0.0.1", port, 3, timeout=AMPLE) for _ in range(2))
     first.set("from ours", "hello")
@@ -221,8 +235,8 @@ def test_ours_joins_torchs_master_that_waits_for_workers(crew, server):
         second.set("k", "v")
 
 
-def test_the_list_of_calls_has_every_operation():
-    import torch.distributed as dist
+def test_the_list_of_calls_has_every_operation() -> None:
+    dist = importlib.import_module("torch.distributed")
 
     public = {name for name in dir(dist.Store) if not name.startswith("_")}
     assert public - {name for name, *_ in EVERYTHING} == {

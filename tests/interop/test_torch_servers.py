@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 import rallypoint
 
-from .operations import AMPLE, BASIC, EVERYTHING, QUEUES, SOON, TIMEOUTS, keys_of, transcribe
+from .operations import AMPLE, BASIC, EVERYTHING, QUEUES, SOON, TIMEOUTS, Truth, keys_of, transcribe
+from .torch_processes import TorchProcesses
 
 pytestmark = pytest.mark.needs("torch")
 
 
 def serve(board_port: int, libuv: bool) -> list[str]:
-    """Be one of torch's servers until told to stop, and return the keys that it holds then."""
-    import torch.distributed as dist
+    """Run one of torch's servers until asked to stop; return the keys that it holds then."""
+    dist = importlib.import_module("torch.distributed")
 
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=AMPLE, use_libuv=libuv)
     board = rallypoint.TCPStore("127.0.0.1", board_port)
@@ -24,12 +27,12 @@ def serve(board_port: int, libuv: bool) -> list[str]:
     return sorted(store.list_keys())
 
 
-class Place:
-    """A server of torch's in a process of its own."""
+class TorchServer:
+    """One of torch's servers, in its own process."""
 
-    def __init__(self, crew: Any, board: rallypoint.TCPStore, libuv: bool) -> None:
+    def __init__(self, torch_processes: TorchProcesses, board: rallypoint.TCPStore, libuv: bool) -> None:
         self._board = board
-        self._member = crew.start(serve, board.port, libuv)
+        self._member = torch_processes.start(serve, board.port, libuv)
         self.port = int(board.get("port"))
 
     def stop(self) -> list[str]:
@@ -42,21 +45,21 @@ class Place:
 
 
 @pytest.fixture
-def board(server):
+def board(server: rallypoint.Server) -> rallypoint.TCPStore:
     return rallypoint.TCPStore("127.0.0.1", server.port)
 
 
 @pytest.fixture
-def torch_server(crew, board):
-    return Place(crew, board, libuv=True)
+def torch_server(torch_processes: TorchProcesses, board: rallypoint.TCPStore) -> TorchServer:
+    return TorchServer(torch_processes, board, libuv=True)
 
 
 @pytest.fixture
-def older_server(crew, board):
-    return Place(crew, board, libuv=False)
+def older_server(torch_processes: TorchProcesses, board: rallypoint.TCPStore) -> TorchServer:
+    return TorchServer(torch_processes, board, libuv=False)
 
 
-def test_every_operation_on_torchs_server(torch_server, truth):
+def test_every_operation_on_torchs_server(torch_server: TorchServer, truth: Truth) -> None:
     lines, keys = truth
     store = torch_server.client()
     assert transcribe(store, EVERYTHING, "a:") == lines
@@ -66,7 +69,7 @@ def test_every_operation_on_torchs_server(torch_server, truth):
     assert {f"a:{key}" for key in keys} | {f"b/{key}" for key in keys} <= set(seen)
 
 
-def test_what_torchs_older_server_has(older_server, truth):
+def test_every_operation_that_torchs_older_server_has(older_server: TorchServer, truth: Truth) -> None:
     lines, _ = truth
     store = older_server.client()
     assert transcribe(store, BASIC + TIMEOUTS, "a:") == [*lines[: -len(QUEUES) - 1], lines[-1]]
@@ -75,14 +78,15 @@ def test_what_torchs_older_server_has(older_server, truth):
     assert "a:count" in older_server.stop()
 
 
-def test_what_the_protocol_cannot_say_is_refused_by_name(torch_server):
+def test_operations_missing_in_torchs_protocol_are_refused_by_name(torch_server: TorchServer) -> None:
     store = torch_server.client()
-    for name, call in {
+    calls: dict[str, Callable[[], object]] = {
         "swap": lambda: store.swap("k", None, "v"),
         "lease": lambda: store.lease("k", "v"),
         "watch": lambda: store.watch("k"),
         "delete_prefix": lambda: store.delete_prefix("k"),
-    }.items():
+    }
+    for name, call in calls.items():
         with pytest.raises(rallypoint.Unsupported) as caught:
             call()
         assert caught.value.operation == name and f":{torch_server.port}" in caught.value.store
@@ -90,7 +94,7 @@ def test_what_the_protocol_cannot_say_is_refused_by_name(torch_server):
     assert torch_server.stop() == ["still"]
 
 
-def test_a_time_out_names_what_is_missing(torch_server):
+def test_a_timeout_names_the_missing_key(torch_server: TorchServer) -> None:
     store = torch_server.client()
     store.set("here", "")
     with pytest.raises(rallypoint.StoreTimeout) as caught:
@@ -99,7 +103,7 @@ def test_a_time_out_names_what_is_missing(torch_server):
     assert store.get("here") == b""
 
 
-def test_a_server_that_goes_is_noticed(torch_server):
+def test_a_stopped_server_is_noticed(torch_server: TorchServer) -> None:
     store = torch_server.client()
     torch_server.stop()
     with pytest.raises(rallypoint.ConnectionLost):
@@ -111,7 +115,7 @@ def test_a_server_that_goes_is_noticed(torch_server):
 
 def play_with_ours(port: int) -> list[Any]:
     """Use torch's client in turn with ours, which is in another process."""
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     store = dist.TCPStore("127.0.0.1", port, timeout=AMPLE)
     below = dist.PrefixStore("job/7", store)
@@ -142,10 +146,12 @@ def play_with_torch(store: rallypoint.TCPStore) -> list[Any]:
 
 
 @pytest.mark.parametrize("whose", ["ours", "torch's"])
-def test_both_clients_on_one_server_see_each_other(crew, server, whose, request):
+def test_both_clients_on_one_server_see_each_other(
+    torch_processes: TorchProcesses, server: rallypoint.Server, whose: str, request: pytest.FixtureRequest
+) -> None:
     place = server if whose == "ours" else request.getfixturevalue("torch_server")
     store = rallypoint.TCPStore("127.0.0.1", place.port, timeout=AMPLE)
-    torch = crew.start(play_with_ours, place.port)
+    torch = torch_processes.start(play_with_ours, place.port)
     ours = play_with_torch(store)
     assert ours == [b"\xff", b"torch", b"ping", [b"1", b"2"], ["rank0", "rank1"]]
     assert torch.result() == [b"pong", b"ours", 11, [b"1", b"2"], b"torch's", ["rank0", "rank1"]]
@@ -153,7 +159,7 @@ def test_both_clients_on_one_server_see_each_other(crew, server, whose, request)
 
 
 def share_a_queue(port: int, whose: str) -> list[int]:
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     kind = dist.TCPStore if whose == "torch's" else rallypoint.TCPStore
     store = kind("127.0.0.1", port, timeout=AMPLE)
@@ -166,13 +172,13 @@ def share_a_queue(port: int, whose: str) -> list[int]:
     return taken
 
 
-def test_both_clients_share_a_queue(crew, server):
-    taken = crew.run(share_a_queue, [(server.port, whose) for whose in ("torch's", "ours") * 2])
+def test_both_clients_share_a_queue(torch_processes: TorchProcesses, server: rallypoint.Server) -> None:
+    taken = torch_processes.run(share_a_queue, [(server.port, whose) for whose in ("torch's", "ours") * 2])
     assert sorted(item for items in taken for item in items) == sorted([*range(400)] * 2)
 
 
 def meet_mixed(port: int, n: int) -> int:
-    import torch.distributed as dist
+    dist = importlib.import_module("torch.distributed")
 
     store = (dist.TCPStore if n % 2 else rallypoint.TCPStore)("127.0.0.1", port, timeout=AMPLE)
     store.add("came", 1)
@@ -180,5 +186,5 @@ def meet_mixed(port: int, n: int) -> int:
     return int(store.add("came", 0))
 
 
-def test_a_barrier_of_both(crew, server):
-    assert crew.run(meet_mixed, [(server.port, n) for n in range(8)]) == [8] * 8
+def test_both_clients_meet_at_one_barrier(torch_processes: TorchProcesses, server: rallypoint.Server) -> None:
+    assert torch_processes.run(meet_mixed, [(server.port, n) for n in range(8)]) == [8] * 8

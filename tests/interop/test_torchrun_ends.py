@@ -1,7 +1,7 @@
-"""How torchrun's agents end on the plug-in: with the others when one has failed, and alone when one is only done.
+"""How torchrun's agents end with the plug-in: a failed agent ends the others, a finished one does not.
 
-The agents are real, and so are their workers; each is torchrun's own `main`, at times with another time-out for its
-exit barrier, for which torchrun has no option.
+Agents and workers are real processes; each agent runs torchrun's own `main`, sometimes with another time-out for its
+exit barrier, which has no option.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests.elastic.runs import Node
-from tests.hosts import hosts
+from tests.hosts import Host, hosts
+from tests.launch.runs import Node
 
 from rallypoint import Rendezvous, Server, TCPStore, net
 
-from .crew import AMPLE_S
+from .torch_processes import AMPLE_S
 
 pytestmark = pytest.mark.needs("torch")
 
@@ -46,15 +46,15 @@ Start = Callable[..., Node]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Iterator[Start]:
-    """Return a function that starts an agent which runs this code."""
+    """A function that starts an agent, whose workers run the given code."""
     started: list[Node] = []
     (tmp_path / "main.py").write_text(MAIN)
 
-    def start(code: str, where: str, *options: str, exit_barrier: float = 300, on: object = None) -> Node:
+    def start(code: str, where: str, *options: str, exit_barrier: float = 300, on: Host | None = None) -> Node:
         (tmp_path / "script.py").write_text(UP + textwrap.dedent(code))
         words = ["--rdzv-backend=rallypoint", f"--rdzv-endpoint={where}", "--rdzv-id=job", "--nproc-per-node=1"]
         command = [sys.executable, "main.py", str(exit_barrier), *words, *options, "script.py"]
-        started.append(Node(command if on is None else on.command(command), tmp_path, {}))  # type: ignore[attr-defined]
+        started.append(Node(command if on is None else on.command(command), tmp_path, {}))
         return started[-1]
 
     yield start
@@ -73,22 +73,22 @@ def conf(node: str, rank: int) -> str:
     return f"--rdzv-conf=node={node},rank={rank},is_host=0"
 
 
-def test_a_failure_ends_the_others_where_too_few_are_left(start: Start, where: str) -> None:
+def test_a_failure_ends_the_other_agents_if_too_few_are_left(start: Start, where: str) -> None:
     code = "sys.exit(3) if rank == 1 else hang()"
     a, b = (start(code, where, "--nnodes=2", conf(node, rank)) for rank, node in enumerate("ab"))
     assert [a.end() != 0, b.end() != 0] == [True, True]
     assert "ended in failure, 1 of at least 2 nodes are left: rank 1 failed: exit code 3" in a.text()
-    assert a.out.count("up 0 2") == 1, "and it was not started again"
+    assert a.out.count("up 0 2") == 1, "it was not restarted"
 
 
-def test_a_failure_leaves_the_others_alone_where_they_are_enough(start: Start, where: str) -> None:
+def test_a_failure_does_not_end_the_other_agents_if_they_are_enough(start: Start, where: str) -> None:
     code = "sys.exit(3) if rank == 1 else None if world == 1 else hang()"
     a, b = (start(code, where, "--nnodes=1:2", conf(node, rank)) for rank, node in enumerate("ab"))
     assert b.end() != 0 and a.end() == 0, a.text() + b.text()
     a.until("^up 0 1 ")
 
 
-def test_one_that_is_done_and_does_not_wait_takes_nothing_from_the_others(start: Start, where: str) -> None:
+def test_an_agent_that_ends_first_leaves_the_others_running(start: Start, where: str) -> None:
     code = "hang() if rank == 1 else None"
     a, b = (start(code, where, "--nnodes=2", conf(node, r), exit_barrier=0) for r, node in enumerate("ab"))
     pid = int(b.until(r"^up 1 2 (\d+)")[0][1])
@@ -114,7 +114,7 @@ def test_a_second_job_under_the_same_name_is_refused(start: Start, where: str) -
 
 
 @pytest.mark.needs("netns")
-def test_an_agent_that_was_cut_off_returns(start: Start) -> None:
+def test_an_agent_that_was_cut_off_rejoins(start: Start) -> None:
     code = "hang()"
     with hosts(2) as places:
         agents = [

@@ -1,8 +1,9 @@
-"""The handler of one agent, called as torchrun calls it: what it says, refuses and leaves, and how it ends."""
+"""The handler of one agent, called as torchrun calls it: results, refusals, leaving and shutdown."""
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import json
 import os
 import re
@@ -16,11 +17,11 @@ from urllib.request import urlopen
 import pytest
 from tests.etcd.access import USER, WORD, guarded
 from tests.etcd.cluster import Cluster
-from tests.wire import read_line, script, until
+from tests.raw_peer import read_line, script, until
 
 import rallypoint
 
-from .crew import AMPLE_S
+from .torch_processes import AMPLE_S
 
 __all__ = ["guarded"]
 
@@ -33,10 +34,10 @@ Make = Callable[..., Any]
 
 @pytest.fixture
 def make(server: rallypoint.Server) -> Iterator[Make]:
-    """Return a function that makes the handler of an agent; `timeout` is what torchrun itself always adds."""
+    """A function that creates the handler of an agent; `timeout` is an option that torchrun always adds."""
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    from rallypoint.torchrun import handler
+    from rallypoint.integrations.torchrun import handler
 
     made: list[Any] = []
 
@@ -53,7 +54,7 @@ def make(server: rallypoint.Server) -> Iterator[Make]:
 
 
 def together(*handlers: Any) -> list[Any]:
-    """Have agents come at the same time; return what each is told."""
+    """Let agents join at the same time; return the result of each."""
     told: dict[int, Any] = {}
 
     def come(number: int) -> None:
@@ -75,7 +76,7 @@ def rendezvous(server: rallypoint.Server, nodes: int = 1, **more: Any) -> rallyp
 # A round
 
 
-def test_a_round_of_two(make: Make, server: rallypoint.Server) -> None:
+def test_two_agents_form_a_round(make: Make, server: rallypoint.Server) -> None:
     one, two = make("2:2", node="a", rank="1"), make("2:2", node="b")
     first, second = together(one, two)
     assert [(info.rank, info.world_size) for info in (first, second)] == [(1, 2), (0, 2)]
@@ -95,10 +96,10 @@ def test_a_round_of_two(make: Make, server: rallypoint.Server) -> None:
     two.shutdown()
     assert until(one.num_nodes_waiting, bool) == 1
     assert not one.is_closed(), "leaving is not closing"
-    assert server.statistics()["rounds"], "somebody is left"
+    assert server.statistics()["rounds"], "an agent is left"
 
 
-def test_it_is_over_when_all_have_passed_the_exit_barrier(make: Make, server: rallypoint.Server) -> None:
+def test_the_run_ends_when_all_have_passed_the_exit_barrier(make: Make, server: rallypoint.Server) -> None:
     agent = make()
     agent.next_rendezvous().store.set(BARRIER, "")
     agent.shutdown()
@@ -120,14 +121,14 @@ def test_a_run_is_closed_for_all(make: Make) -> None:
         two.next_rendezvous()
 
 
-def test_a_round_that_is_over_before_its_port_is_open(make: Make) -> None:
+def test_a_round_that_ends_before_its_port_is_open_is_formed_again(make: Make) -> None:
     scopes: list[int] = []
     agent = make()
     relay = agent._provider._relay
     opened = relay.open
 
     def too_late_at_first(run: str, scope: int, *rest: Any, **more: Any) -> int:
-        if not scopes:  # others were faster
+        if not scopes:  # another agent has opened a later round
             opened(run, scope + 1, *rest, **more)
         scopes.append(scope)
         return int(opened(run, scope, *rest, **more))
@@ -138,7 +139,7 @@ def test_a_round_that_is_over_before_its_port_is_open(make: Make) -> None:
 
 
 @pytest.mark.parametrize("relay", ["rank0", "local"])
-def test_workers_are_told_of_their_relay_and_of_rank_0(make: Make, relay: str) -> None:
+def test_workers_get_the_addresses_of_their_relay_and_of_rank_0(make: Make, relay: str) -> None:
     one, two = make("2:2", relay=relay, node="a", rank="0"), make("2:2", relay=relay, node="b")
     infos = [info.bootstrap_store_info for info in together(one, two)]
     assert os.environ["RALLYPOINT_RANK0_ADDR"] == "127.0.0.1"
@@ -181,11 +182,11 @@ def test_agents_that_choose_another_relay_do_not_meet(make: Make) -> None:
     two.set_closed()
     waits.join(AMPLE_S)
     assert len(ended) == 1
-    with pytest.raises(ValueError, match="relay must be rank0 or local, not 'near'"):
+    with pytest.raises(ValueError, match="relay must be rank0 or local, got 'near'"):
         make(relay="near")
 
 
-def test_an_agent_whose_relay_has_died_comes_again_and_all_with_it(make: Make, caplog: Any) -> None:
+def test_all_agents_form_a_new_round_when_a_relay_dies(make: Make, caplog: Any) -> None:
     one, two = make("2:2", node="a", rank="0"), make("2:2", node="b")
     before = [info.bootstrap_store_info.master_port for info in together(one, two)]
     relay = one._provider._relay.relay
@@ -200,7 +201,7 @@ def test_an_agent_whose_relay_has_died_comes_again_and_all_with_it(make: Make, c
         assert store.add("n", 1) == 1
 
 
-def test_an_agent_that_is_done_does_not_wait_for_one_that_is_gone(make: Make, caplog: Any) -> None:
+def test_the_exit_barrier_does_not_wait_for_a_lost_agent(make: Make, caplog: Any) -> None:
     from torch.distributed import DistStoreError
     from torch.distributed.elastic.utils.store import barrier
 
@@ -228,7 +229,7 @@ def test_agents_whose_server_was_killed_meet_at_another(make: Make, caplog: Any)
         os.kill(json.load(page)["pid"], signal.SIGTERM)
 
 
-def test_the_name_of_another_node_is_logged_and_not_obeyed(make: Make, caplog: Any) -> None:
+def test_control_characters_in_a_node_name_are_escaped_in_the_log(make: Make, caplog: Any) -> None:
     one, two = make("2:2", node="a"), make("2:2", node="b\x1b[2J\nFORGED")
     together(one, two)
     two.shutdown()
@@ -252,19 +253,32 @@ def test_agents_that_are_done_pass_the_exit_barrier_together(make: Make) -> None
     assert two.is_closed()
 
 
+def test_a_lost_server_is_an_error_that_torch_knows(make: Make) -> None:
+    from torch.distributed.elastic.rendezvous import RendezvousConnectionError
+
+    with rallypoint.Server() as server:
+        agent = make(port=server.port)
+        agent.next_rendezvous()
+    until(agent.num_nodes_waiting, bool)
+    for call in (agent.is_closed, agent.set_closed):
+        with pytest.raises(RendezvousConnectionError):
+            call()
+    assert agent.shutdown() is False
+
+
 # A store in etcd
 
 
 def agent_on_etcd(url: str) -> Any:
     from torch.distributed.elastic.rendezvous import RendezvousParameters
 
-    from rallypoint.torchrun import handler
+    from rallypoint.integrations.torchrun import handler
 
     return handler()(RendezvousParameters("rallypoint", url, "run", 1, 1, "localhost", timeout=900))
 
 
 @pytest.mark.needs("etcd")
-def test_an_agent_goes_on_when_its_server_dies_and_comes_again_when_its_relay_does(etcd_url: str, caplog: Any) -> None:
+def test_an_agent_survives_its_server_and_forms_a_new_round_when_its_relay_dies(etcd_url: str, caplog: Any) -> None:
     agent = agent_on_etcd(etcd_url)
     try:
         info = agent.next_rendezvous()
@@ -288,7 +302,7 @@ def test_an_agent_goes_on_when_its_server_dies_and_comes_again_when_its_relay_do
 
 
 @pytest.mark.needs("etcd")
-def test_a_server_of_a_store_in_etcd_is_the_endpoint(make: Make, etcd_url: str) -> None:
+def test_an_endpoint_may_be_a_server_of_a_store_in_etcd(make: Make, etcd_url: str) -> None:
     with rallypoint.Server(storage=etcd_url) as server:
         one, two = make("2:2", server.port, is_host="0"), make("2:2", server.port)
         infos = together(one, two)
@@ -299,7 +313,7 @@ def test_a_server_of_a_store_in_etcd_is_the_endpoint(make: Make, etcd_url: str) 
 
 
 @pytest.mark.needs("etcd")
-def test_the_password_of_an_endpoint_is_not_the_workers(guarded: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_do_not_get_the_password_of_the_endpoint(guarded: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     url = f"{guarded.url}/hers?user={USER}&password={WORD}"
@@ -316,7 +330,7 @@ def test_the_password_of_an_endpoint_is_not_the_workers(guarded: Cluster, monkey
 # A run that has ended
 
 
-def test_of_two_who_find_a_closed_run_one_opens_it_and_both_are_in_it(make: Make, server: rallypoint.Server) -> None:
+def test_two_agents_that_find_a_closed_run_share_the_new_one(make: Make, server: rallypoint.Server) -> None:
     rendezvous(server).close("succeeded")
     agent = make("1:2", last_call_timeout="60", rank="0")
     other = rendezvous(server, 2, node="other", last_call=60)
@@ -324,7 +338,7 @@ def test_of_two_who_find_a_closed_run_one_opens_it_and_both_are_in_it(make: Make
     found: list[Any] = []
 
     def before_the_other() -> Any:
-        """Look; and before one can do something about it, the other has opened the run, and waits in it."""
+        """Read the state; before the caller can act on it, the other agent opens the run and waits in it."""
         seen = status()
         other.open()
         thread = threading.Thread(target=lambda: found.append(other.join(AMPLE_S)))
@@ -342,7 +356,7 @@ def test_of_two_who_find_a_closed_run_one_opens_it_and_both_are_in_it(make: Make
     other.leave()
 
 
-def test_who_waits_when_the_run_ends_well_ends_well(make: Make, server: rallypoint.Server) -> None:
+def test_a_waiting_agent_succeeds_when_the_run_succeeds(make: Make, server: rallypoint.Server) -> None:
     members = [rendezvous(server, 2, node=name, last_call=30) for name in ("member", "other")]
     member = members[0]
     threads = [threading.Thread(target=node.join, args=(AMPLE_S,)) for node in members]
@@ -362,7 +376,7 @@ def test_who_waits_when_the_run_ends_well_ends_well(make: Make, server: rallypoi
     thread.start()
     until(lambda: member.status().spares, bool)
     status = spare._rendezvous.status
-    spare._rendezvous.status = lambda: ([node.leave() for node in members], status())[1]  # it is the last one here
+    spare._rendezvous.status = lambda: ([node.leave() for node in members], status())[1]  # the last agent
     member.close("succeeded")
     thread.join(AMPLE_S)
     assert ends == [0]
@@ -379,7 +393,7 @@ sys.stdin.read()
 """
 
 
-def test_a_node_that_was_killed_may_be_back_before_it_is_missed(make: Make, server: rallypoint.Server) -> None:
+def test_a_killed_node_may_rejoin_before_its_session_ends(make: Make, server: rallypoint.Server) -> None:
     with script(NODE, server.port) as child:
         assert read_line(child) == "0"
         child.send_signal(signal.SIGKILL)
@@ -387,10 +401,10 @@ def test_a_node_that_was_killed_may_be_back_before_it_is_missed(make: Make, serv
         assert make(node="a").next_rendezvous().rank == 0
 
 
-def test_a_name_that_stays_taken_is_refused(make: Make, server: rallypoint.Server, monkeypatch: Any) -> None:
+def test_a_node_name_in_use_is_refused(make: Make, server: rallypoint.Server, monkeypatch: Any) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousError
 
-    from rallypoint.elastic import rendezvous
+    from rallypoint.recipes import rendezvous
 
     monkeypatch.setattr(rendezvous, "TAKEN_S", 0.0)
     with script(NODE, server.port) as child:
@@ -405,41 +419,43 @@ def test_a_name_that_stays_taken_is_refused(make: Make, server: rallypoint.Serve
 @pytest.mark.parametrize(
     ("conf", "words"),
     [
-        ({"last_cal": "3"}, "no option 'last_cal'.*last_call_timeout"),
-        ({"join_timeout": "-1"}, "join_timeout must be a number, and not negative: '-1'"),
-        ({"read_timeout": "soon"}, "read_timeout must be a number, and not negative: 'soon'"),
-        ({"last_call_timeout": "inf"}, "last_call_timeout must be a number"),
-        ({"rank": "1.5"}, "rank must be a number"),
-        ({"is_host": "perhaps"}, "is_host must be true or false, not 'perhaps'"),
+        ({"last_cal": "3"}, "unknown --rdzv-conf option 'last_cal'.*last_call_timeout"),
+        ({"join_timeout": "-1"}, "join_timeout must be a non-negative number, got '-1'"),
+        ({"read_timeout": "soon"}, "read_timeout must be a non-negative number, got 'soon'"),
+        ({"last_call_timeout": "inf"}, "last_call_timeout must be a non-negative number"),
+        ({"rank": "1.5"}, "rank must be a non-negative number"),
+        ({"is_host": "perhaps"}, "is_host must be true or false, got 'perhaps'"),
         ({"node": ""}, "node must have 1 to 256 characters"),
     ],
 )
-def test_an_option_that_makes_no_sense_is_refused_by_name(make: Make, conf: dict[str, str], words: str) -> None:
+def test_an_invalid_option_is_refused_by_name(make: Make, conf: dict[str, str], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         make(**conf)
 
 
-def test_options_of_torchs_own_back_end_are_taken(make: Make) -> None:
+def test_options_of_torchs_own_back_end_are_accepted(make: Make) -> None:
     assert make(keep_alive_interval="1", store_type="tcp", is_host="0", read_timeout="7").next_rendezvous().rank == 0
 
 
-def test_who_finds_no_server_gives_up_when_its_own_time_is_over_not_torchruns(make: Make) -> None:
+def test_an_agent_without_a_server_fails_after_its_own_timeout(make: Make) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
     port = rallypoint.net.free_port("localhost")
-    with pytest.raises(RendezvousConnectionError, match=rf"no server at localhost:{port}.* within 0\.1 s"):
+    with pytest.raises(
+        RendezvousConnectionError, match=rf"no server at localhost:{port}.* within the timeout of 0\.1 s"
+    ):
         make(port=port, is_host="false", read_timeout="0.1")
 
 
-def test_who_waits_in_vain_is_told_for_whom(make: Make) -> None:
+def test_a_join_timeout_says_how_many_nodes_are_missing(make: Make) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousTimeoutError
 
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes: waiting for 1"):
         make("2:2", join_timeout="0.1").next_rendezvous()
 
 
-def test_the_document_has_every_option() -> None:
-    from rallypoint.torchrun_options import ACCEPTED, OPTIONS
+def test_the_documentation_lists_every_option() -> None:
+    from rallypoint.integrations.torchrun_options import ACCEPTED, OPTIONS
 
     text = DOCS.read_text()
     assert re.findall(r"^\| `(\w+)` \| .* \| .* \|$", text, re.M) == list(OPTIONS)
@@ -447,9 +463,9 @@ def test_the_document_has_every_option() -> None:
     assert re.findall(r"`(\w+)`", listed) == list(ACCEPTED)
 
 
-def test_the_command_of_the_document_is_one() -> None:
-    from torch.distributed.run import config_from_args, parse_args
-
+def test_torchrun_parses_the_command_of_the_documentation() -> None:
+    run = importlib.import_module("torch.distributed.run")
     (command,) = re.findall(r"```sh\ntorchrun (.*?)```", DOCS.read_text(), re.S)
-    config, _, _ = config_from_args(parse_args(command.replace("--nproc-per-node=8", "").replace("\\\n", "").split()))
+    words = command.replace("--nproc-per-node=8", "").replace("\\\n", "").split()
+    config, _, _ = run.config_from_args(run.parse_args(words))
     assert (config.rdzv_backend, config.min_nodes, config.max_nodes) == ("rallypoint", 2, 4)

@@ -1,6 +1,6 @@
-"""torchrun with our back end: agents that train together, die, return, come late, are too many, or do not agree.
+"""torchrun with our back end: agents that train together, die, rejoin, join late, are spares, or have other options.
 
-Agents are started seldom and used for much, for each has to import torch, and so has every worker of every round.
+Each test starts few agents and checks much, because every agent and every worker of every round imports torch.
 """
 
 from __future__ import annotations
@@ -10,135 +10,140 @@ import json
 import os
 import signal
 from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
 from urllib.request import urlopen
 
 import pytest
-from tests.wire import wait_for_end
+from tests.raw_peer import wait_for_end
 
 import rallypoint
 
-from .agents import Cast, cast
+from .torch_processes import TorchProcesses
+from .torchrun_agents import TorchrunAgents, torchrun_agents
 
 pytestmark = pytest.mark.needs("torch")
 
 CALL = "last_call_timeout=20"
-"""Long enough for everybody who is expected; rounds that have all of them do not wait for it."""
+"""Long enough for all expected nodes; complete rounds do not wait for it."""
 
 
 @pytest.fixture
-def stage(crew, tmp_path) -> Iterator[Cast]:
-    """Agents that find no server, and start one."""
-    with cast(crew, tmp_path) as everybody:
+def torchrun(torch_processes: TorchProcesses, tmp_path: Path) -> Iterator[TorchrunAgents]:
+    """torchrun without a server: the first agent starts one."""
+    with torchrun_agents(torch_processes, tmp_path) as everybody:
         yield everybody
 
 
 @pytest.fixture
-def served(crew, tmp_path, server) -> Iterator[Cast]:
-    """Agents that find a server."""
-    with cast(crew, tmp_path, server.port) as everybody:
+def torchrun_at_server(
+    torch_processes: TorchProcesses, tmp_path: Path, server: rallypoint.Server
+) -> Iterator[TorchrunAgents]:
+    """torchrun with an existing server."""
+    with torchrun_agents(torch_processes, tmp_path, server.port) as everybody:
         yield everybody
 
 
-def pid_of_server(cast: Cast) -> int:
-    """Return the process of the server that agents have started; 0 while there is none."""
-    with contextlib.suppress(OSError), urlopen(f"http://localhost:{cast.port}/about") as about:
+def pid_of_server(agents: TorchrunAgents) -> int:
+    """Return the pid of the server that agents have started; 0 while there is none."""
+    with contextlib.suppress(OSError), urlopen(f"http://localhost:{agents.port}/about") as about:
         return int(json.load(about)["pid"])
     return 0
 
 
-def test_two_agents_survive_the_death_of_a_worker_and_finish(stage):
-    """The commands are as a user types them, with two workers a node, and no more options than needed."""
-    agents = [stage.start(name, "--nnodes=2 --nproc-per-node=2", command=True) for name in ("_one", "_two")]
-    ranks = stage.train_as(agents, workers=2)
-    assert sorted(ranks) == [0, 1] and stage.step == 0
-    step = stage.some_steps()
+def test_two_agents_survive_the_death_of_a_worker_and_finish(torchrun: TorchrunAgents) -> None:
+    """The real commands, with two workers per node and only the required options."""
+    agents = [torchrun.start(name, "--nnodes=2 --nproc-per-node=2", command=True) for name in ("_one", "_two")]
+    ranks = torchrun.train_as(agents, workers=2)
+    assert sorted(ranks) == [0, 1] and torchrun.step == 0
+    step = torchrun.some_steps()
     os.kill(agents[0].begun[-1].pid, signal.SIGKILL)
-    assert stage.train_as(agents, after=step, workers=2) == ranks, "nodes keep their ranks"
-    stage.some_steps()
-    stage.stop_file().touch()
-    assert stage.codes(*agents) == [0, 0], stage.said()
-    assert stage.checkpoint() > stage.step
+    assert torchrun.train_as(agents, after=step, workers=2) == ranks, "nodes keep their ranks"
+    torchrun.some_steps()
+    torchrun.stop_file().touch()
+    assert torchrun.codes(*agents) == [0, 0], torchrun.said()
+    assert torchrun.checkpoint() > torchrun.step
 
 
-def test_nodes_die_and_return_and_so_does_the_one_that_started_the_server(stage):
-    first = stage.start("a", "--nnodes=1:2", CALL)
-    stage.poll(lambda: pid_of_server(stage), "the first has started a server")
-    second = stage.start("b", "--nnodes=1:2", CALL)
-    assert stage.train_as([first, second]) == [0, 1]
+def test_training_survives_killed_agents_even_the_one_that_started_the_server(torchrun: TorchrunAgents) -> None:
+    first = torchrun.start("a", "--nnodes=1:2", CALL)
+    torchrun.poll(lambda: pid_of_server(torchrun), "the first has started a server")
+    second = torchrun.start("b", "--nnodes=1:2", CALL)
+    assert torchrun.train_as([first, second]) == [0, 1]
 
-    step = stage.some_steps()
-    stage.kill(second)
-    assert stage.train_as([first], after=step) == [0], "the other goes on alone"
+    step = torchrun.some_steps()
+    torchrun.kill(second)
+    assert torchrun.train_as([first], after=step) == [0], "the other goes on alone"
 
-    step = stage.some_steps()
-    second = stage.start("b", "--nnodes=1:2", CALL)
-    assert stage.train_as([first, second], after=step) == [0, 1], "it has its rank back"
+    step = torchrun.some_steps()
+    second = torchrun.start("b", "--nnodes=1:2", CALL)
+    assert torchrun.train_as([first, second], after=step) == [0, 1], "it has its rank back"
 
-    step = stage.some_steps()
+    step = torchrun.some_steps()
     orphan = first.begun[-1].pid
-    stage.kill(first, workers=False)
-    assert stage.train_as([second], after=step) == [0], "the server outlives the agent that started it"
+    torchrun.kill(first, workers=False)
+    assert torchrun.train_as([second], after=step) == [0], "the server outlives the agent that started it"
     wait_for_end(orphan)
 
-    step = stage.some_steps()
-    stage.stop_file().touch()
-    assert stage.codes(second) == [0], stage.said()
+    step = torchrun.some_steps()
+    torchrun.stop_file().touch()
+    assert torchrun.codes(second) == [0], torchrun.said()
 
-    stage.stop_file().unlink()
-    again = [stage.start(name, "--nnodes=2") for name in "cd"]
-    ranks = stage.train_as(again, after=step)
+    torchrun.stop_file().unlink()
+    again = [torchrun.start(name, "--nnodes=2") for name in "cd"]
+    ranks = torchrun.train_as(again, after=step)
     assert sorted(ranks) == [0, 1], "the same id, right after the run has ended, with other limits"
-    stage.stop_file().touch()
-    assert stage.codes(*again) == [0, 0], stage.said()
+    torchrun.stop_file().touch()
+    assert torchrun.codes(*again) == [0, 0], torchrun.said()
 
 
-def test_a_late_agent_is_taken_in_and_spares_wait(served):
-    first, second = (served.start(name, "--nnodes=2:3", "last_call_timeout=0") for name in "ab")
-    served.train_as([first, second])
-    step = served.some_steps()
-    third = served.start("c", "--nnodes=2:3", "last_call_timeout=0")
-    ranks = served.train_as([first, second, third], after=step)
-    assert ranks[2] == 2, "those who were there keep their ranks"
+def test_a_late_agent_joins_and_spares_wait(torchrun_at_server: TorchrunAgents) -> None:
+    first, second = (torchrun_at_server.start(name, "--nnodes=2:3", "last_call_timeout=0") for name in "ab")
+    torchrun_at_server.train_as([first, second])
+    step = torchrun_at_server.some_steps()
+    third = torchrun_at_server.start("c", "--nnodes=2:3", "last_call_timeout=0")
+    ranks = torchrun_at_server.train_as([first, second, third], after=step)
+    assert ranks[2] == 2, "earlier nodes keep their ranks"
 
-    spares = [served.start(name, "--nnodes=2:3", "last_call_timeout=0") for name in "de"]
-    rendezvous = rallypoint.Rendezvous(rallypoint.TCPStore("localhost", served.port), "job", 1)
-    served.poll(lambda: len(rendezvous.status().spares) == 2, "two spares")
-    step = served.some_steps()
-    served.kill(second)
-    (spare,) = served.poll(lambda: [spare for spare in spares if spare.begun], "a spare steps in")
-    assert served.train_as([first, third, spare], after=step) == [ranks[0], ranks[2], ranks[1]]
+    spares = [torchrun_at_server.start(name, "--nnodes=2:3", "last_call_timeout=0") for name in "de"]
+    rendezvous = rallypoint.Rendezvous(rallypoint.TCPStore("localhost", torchrun_at_server.port), "job", 1)
+    torchrun_at_server.poll(lambda: len(rendezvous.status().spares) == 2, "two spares")
+    step = torchrun_at_server.some_steps()
+    torchrun_at_server.kill(second)
+    (spare,) = torchrun_at_server.poll(lambda: [spare for spare in spares if spare.begun], "a spare steps in")
+    assert torchrun_at_server.train_as([first, third, spare], after=step) == [ranks[0], ranks[2], ranks[1]]
     assert len(spare.begun) == 1, "it has not been in a round before"
 
-    served.some_steps()
-    served.stop_file().touch()
-    assert served.codes(first, third, *spares) == [0] * 4, served.said()
+    torchrun_at_server.some_steps()
+    torchrun_at_server.stop_file().touch()
+    assert torchrun_at_server.codes(first, third, *spares) == [0] * 4, torchrun_at_server.said()
     (idle,) = (other for other in spares if other is not spare)
     assert not idle.begun and idle.says("this node was not needed")
     assert rendezvous.status().result == "succeeded"
 
 
-def test_jobs_on_one_server_do_not_disturb_each_other(served, server):
-    agents = {job: served.start("node", "--nnodes=1", job=job) for job in ("one", "other")}
+def test_jobs_on_one_server_are_independent(torchrun_at_server: TorchrunAgents, server: rallypoint.Server) -> None:
+    agents = {job: torchrun_at_server.start("node", "--nnodes=1", job=job) for job in ("one", "other")}
     for job, agent in agents.items():
-        served.train_as([agent])
-        served.some_steps(job)
+        torchrun_at_server.train_as([agent])
+        torchrun_at_server.some_steps(job)
     rounds = server.statistics()["namespaces"]
     assert set(rounds) == set(agents) and all(one["sessions"] for one in rounds.values())
-    step = served.some_steps("one")
+    step = torchrun_at_server.some_steps("one")
     os.kill(agents["one"].begun[-1].pid, signal.SIGKILL)
-    served.train_as([agents["one"]], after=step)
-    served.some_steps("other")
+    torchrun_at_server.train_as([agents["one"]], after=step)
+    torchrun_at_server.some_steps("other")
     assert len(agents["other"].begun) == 1
     for job, agent in agents.items():
-        served.stop_file(job).touch()
-        assert served.codes(agent) == [0], served.said()
+        torchrun_at_server.stop_file(job).touch()
+        assert torchrun_at_server.codes(agent) == [0], torchrun_at_server.said()
     assert server.statistics()["rounds"] == 0, "a run that is over leaves no round"
 
 
-def test_who_does_not_agree_is_refused_at_once_by_name(served):
-    first = served.start("a", "--nnodes=2", "rank=0")
-    rendezvous = rallypoint.Rendezvous(rallypoint.TCPStore("localhost", served.port), "job", 1)
-    served.poll(lambda: rendezvous.status().waiting == ("a",), "the first waits")
+def test_an_agent_with_different_options_is_refused_at_once_by_name(torchrun_at_server: TorchrunAgents) -> None:
+    first = torchrun_at_server.start("a", "--nnodes=2", "rank=0")
+    rendezvous = rallypoint.Rendezvous(rallypoint.TCPStore("localhost", torchrun_at_server.port), "job", 1)
+    torchrun_at_server.poll(lambda: rendezvous.status().waiting == ("a",), "the first waits")
     refusals = {
         ("b", "--nnodes=3", ""): ["min_nodes", "3 (b ", "2", "a ("],
         ("b", "--nnodes=2", "last_call_timeout=7"): ["last_call_s", "7 (b ", "a ("],
@@ -147,14 +152,14 @@ def test_who_does_not_agree_is_refused_at_once_by_name(served):
         ("b", "--nnodes=2", "last_cal=3"): ["'last_cal'", "last_call_timeout"],
         ("b", "--nnodes=2", "rank=first"): ["rank", "'first'"],
     }
-    others = {case: served.start(*case) for case in refusals}
-    namesake = served.start("a", "--nnodes=2")
+    others = {case: torchrun_at_server.start(*case) for case in refusals}
+    namesake = torchrun_at_server.start("a", "--nnodes=2")
     for case, other in others.items():
         assert other.ended() != 0, case
-        served.wait(lambda other=other: other.says("torchrun raised"), "why it ended")
+        torchrun_at_server.wait(partial(other.says, "torchrun raised"), "why it ended")
         (why,) = (line for line in other.lines if "torchrun raised" in line)
         assert not [words for words in refusals[case] if words not in why], why
-    served.wait(lambda: namesake.says("for its name: "), "who has the same name is told, and waits a moment")
-    (told,) = (line for line in namesake.lines if "for its name: " in line)
-    assert f":{first.pid}" in told, told
+    torchrun_at_server.wait(lambda: namesake.says("for its name: "), "an agent with the same name logs it, and waits")
+    (line,) = (line for line in namesake.lines if "for its name: " in line)
+    assert f":{first.pid}" in line, line
     assert not first.begun and rendezvous.status().waiting == ("a",)

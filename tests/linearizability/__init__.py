@@ -1,1 +1,1 @@
-"""Is a concurrent history of a store one that a store could have had? The checker, and histories to check."""
+"""A checker that decides whether a concurrent history of a store is linearizable, and histories to check."""

@@ -1,11 +1,11 @@
-"""A linearizability checker, after Wing and Gong, with Lowe's memory of the states that were tried.
+"""A linearizability checker, after Wing and Gong, with Lowe's memoization of visited states.
 
-A history is a list of operations with the instants of their call and return. It is linearizable if every operation
-can be given one instant between the two, such that, done one after the other in that order on a simple model, all
-return what they did. An operation whose caller never learned the outcome (a lost connection) has no return: it may
-have happened at any time after its call, or not at all.
+A history is a list of operations with the times of their call and return. It is linearizable if every operation can be
+assigned one instant between the two, such that a simple model that executes them in that order returns the same
+results. An operation of unknown outcome (a lost connection) has no return: it may have happened at any time after its
+call, or not at all.
 
-Keys are independent of each other, so each is checked alone: that keeps histories short, and the search small.
+Keys are independent of each other, so each is checked alone, which keeps the search small.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FOREVER = float("inf")
 
 
 class Operation(NamedTuple):
-    """One call: what was asked, what was answered, and when. `returned` is FOREVER where no answer came."""
+    """One call: its arguments, its result and their times. `returned` is FOREVER if there was no reply."""
 
     process: str
     kind: str
@@ -29,7 +29,7 @@ class Operation(NamedTuple):
 
 
 Step = Callable[[Any, Operation], tuple[Hashable, Any]]
-"""A model: the state after an operation on a state, and what it returns."""
+"""A model: maps a state and an operation to the next state and the result."""
 
 
 def value_step(state: bytes | None, operation: Operation) -> tuple[bytes | None, Any]:
@@ -37,7 +37,7 @@ def value_step(state: bytes | None, operation: Operation) -> tuple[bytes | None,
     kind, arguments = operation.kind, operation.arguments
     if kind == "set":
         return arguments[0], None
-    if kind == "get":  # asked with timeout 0: None says that there was no such key
+    if kind == "get":  # asked with timeout 0: None means that the key did not exist
         return state, state
     if kind == "add":
         total = int(state or b"0") + arguments[0]
@@ -53,7 +53,7 @@ def value_step(state: bytes | None, operation: Operation) -> tuple[bytes | None,
 
 
 def queue_step(state: tuple[bytes, ...], operation: Operation) -> tuple[tuple[bytes, ...], Any]:
-    """A queue: its items, first to be taken first."""
+    """A queue: its items, the next to be popped first."""
     if operation.kind == "push":
         return (*state, operation.arguments[0]), None
     if operation.kind == "pop":
@@ -79,7 +79,7 @@ def check(history: Iterable[Operation]) -> list[Operation] | None:
 
 
 def is_linearizable(operations: list[Operation], step: Step, start: Hashable) -> bool:
-    """Search for an order; depth first, never trying the same set of operations from the same state twice."""
+    """Search for an order, depth first; visit each pair of executed operations and state once."""
     operations = sorted(operations, key=lambda operation: operation.called)
     must = sum(1 << place for place, operation in enumerate(operations) if operation.returned < FOREVER)
     tried: set[tuple[int, Hashable]] = set()
@@ -100,7 +100,7 @@ def is_linearizable(operations: list[Operation], step: Step, start: Hashable) ->
 
 
 def _candidates(operations: list[Operation], done: int) -> Iterable[int]:
-    """The operations that may come next: not done, and called before any other that is not done had returned."""
+    """Return the pending operations that may come next: those called before any other pending one returned."""
     first_return = FOREVER
     for place, operation in enumerate(operations):
         if operation.called > first_return:

@@ -1,13 +1,18 @@
-"""The checker itself: it must accept what could have happened and refuse what could not."""
+"""The checker itself: it must accept what could have happened and reject what could not."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from .checker import FOREVER, Operation, check
 
+Row = tuple[str, str, tuple[Any, ...], Any, float, float]
+"""Process, kind of operation, arguments, result, and when it was called and returned."""
 
-def history(*rows):
+
+def history(*rows: Row) -> list[Operation]:
     return [
         Operation(process, kind, "k", args, result, called, returned)
         for process, kind, args, result, called, returned in rows
@@ -66,15 +71,15 @@ IMPOSSIBLE = {
 
 
 @pytest.mark.parametrize("name", POSSIBLE)
-def test_accepts(name):
+def test_a_possible_history_is_accepted(name: str) -> None:
     assert check(POSSIBLE[name]) is None
 
 
 @pytest.mark.parametrize("name", IMPOSSIBLE)
-def test_refuses(name):
+def test_an_impossible_history_is_rejected(name: str) -> None:
     assert check(IMPOSSIBLE[name]) is not None
 
 
-def test_keys_are_apart():
+def test_the_operations_of_each_key_are_checked_separately() -> None:
     bad = [operation._replace(key="bad") for operation in IMPOSSIBLE["an add is lost"]]
     assert check(POSSIBLE["one after the other"] + bad) == bad

@@ -1,8 +1,8 @@
-"""Histories of clients at two relays and without one, cut and with kills of the server meanwhile, are linearizable.
+"""Histories of clients at two relays and of direct clients are linearizable, despite cuts and kills of the server.
 
-In each there are clients of PyTorch's protocol, whose requests a relay merges, clients of ours by a relay, and one of
-the server itself. What is cut are the relays' connections. The server has a data directory, so every operation must
-come back. `make soak` runs more histories; HISTORIES says how many.
+Each has clients of PyTorch's protocol, whose requests a relay merges, native clients of a relay, and a client of the
+server itself. The connections of the relays are cut. The server has a data directory, so every operation must return.
+`make soak` runs more histories; HISTORIES says how many.
 """
 
 from __future__ import annotations
@@ -14,31 +14,30 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.cutter import DOWN, UP, Cutter
+from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.durability.durable import DurableServer, durable_server
 from tests.relay.relays import relay_process
 
-from .checker import FOREVER, check
-from .test_histories import FIRST_SEED, Crew
+from .history_run import FIRST_SEED, HistoryRun, check_complete_history
 
 HISTORIES = int(os.environ.get("HISTORIES", "60"))
 OPERATIONS = 10
 KILLED = 0.1
-"""In which share of the histories the server is killed."""
+"""The share of histories in which the server is killed."""
 
 GRACE_S = "120"
-"""Longer than a session is away, however often it is cut."""
+"""Longer than any session is disconnected."""
 
 PLACES = ("torch 0", "torch 0", "torch 1", "torch 1", "relay 0", "relay 1", "direct")
-"""Who takes part: a client of PyTorch's protocol or of ours at which relay, or one of ours at the server."""
+"""The clients: of PyTorch's protocol or of ours at a numbered relay, or of ours at the server."""
 
 
-class RelayedCrew(Crew):
+class RelayedHistoryRun(HistoryRun):
     """A server, two relays behind proxies that cut them, and workers at all of them."""
 
     def __init__(self, directory: Path, stack: ExitStack) -> None:
         self.server: DurableServer = stack.enter_context(durable_server(directory, "--grace", GRACE_S))
-        cutters = [stack.enter_context(Cutter(self.server.port)) for _ in range(2)]
+        cutters = [stack.enter_context(CuttingProxy(self.server.port)) for _ in range(2)]
         self._relays = [stack.enter_context(relay_process(cutter.port))[0] for cutter in cutters]
         super().__init__([self._url(place) for place in PLACES], cutters, stack, OPERATIONS)
 
@@ -57,7 +56,7 @@ class RelayedCrew(Crew):
             kill = False
 
     def _cut_one(self, chance: random.Random) -> None:
-        """Cut one, but let the greetings through as a rule: else nothing goes on."""
+        """Cut a connection, usually after its greeting: otherwise no request would get through."""
         chance.choice(self.cutters).arm(
             chance.choice((UP, DOWN)), chance.randrange(1, chance.choice((100, 1000, 3000)))
         )
@@ -66,13 +65,9 @@ class RelayedCrew(Crew):
 @pytest.mark.timeout(0)
 def test_histories_are_linearizable(tmp_path: Path) -> None:
     with ExitStack() as stack:
-        crew = RelayedCrew(tmp_path / "data", stack)
+        history_run = RelayedHistoryRun(tmp_path / "data", stack)
         for seed in range(FIRST_SEED, FIRST_SEED + HISTORIES):
-            history = crew.history(seed, seed)
-            bad = check(history)
-            assert bad is None, f"seed {seed}:\n" + "\n".join(map(str, bad))
-            lost = [str(operation) for operation in history if operation.returned == FOREVER]
-            assert not lost, f"seed {seed}: no answer to\n" + "\n".join(lost)
-        connections = sum(cutter.connections for cutter in crew.cutters)
+            check_complete_history(history_run.history(seed), seed)
+        connections = sum(cutter.connections for cutter in history_run.cutters)
         assert connections > HISTORIES / 2, f"only {connections} connections: the relays were hardly cut"
-        print(f"{HISTORIES} histories, {connections} connections of relays, {crew.server.kills} kills")
+        print(f"{HISTORIES} histories, {connections} connections of relays, {history_run.server.kills} kills")

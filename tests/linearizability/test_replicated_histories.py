@@ -1,9 +1,9 @@
 """Histories on a replicated store, while its servers and etcd's members fail, are linearizable.
 
-In each there are clients of ours with the addresses of all servers, and clients of both protocols at relays. One fault
-begins in the midst of it: the leader or another server, or a member of etcd, is killed, held or cut off. It ends before
-or after the last answer. Every operation must come back: the log is in etcd, so a fault is only a pause. A fault that
-takes seconds to be noticed comes once in a while. `make soak` runs more; REPLICATED_HISTORIES says how many.
+Each has native clients with the addresses of all servers, and clients of both protocols at relays. During it one fault
+begins: a server or a member of etcd is killed, stopped or cut off. The fault ends before or after the last reply. Every
+operation must return: the log is in etcd, so a fault is only a pause. Faults that take seconds to be noticed are rarer.
+`make soak` runs more histories; REPLICATED_HISTORIES says how many.
 """
 
 from __future__ import annotations
@@ -19,24 +19,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cutter import HANGS_UP, REFUSES, SILENT, Cutter
+from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
+from tests.raw_peer import RelayProcess
 from tests.replicated.servers import Servers
-from tests.wire import Relaying
 
-from .checker import FOREVER, check
-from .test_histories import FIRST_SEED, Crew
+from .history_run import FIRST_SEED, HistoryRun, check_complete_history
 
 pytestmark = pytest.mark.needs("etcd")
 
 HISTORIES = int(os.environ.get("REPLICATED_HISTORIES", "44"))
 OPERATIONS = 15
 GRACE_S = 120.0
-"""Longer than a session is away, however long a fault lasts."""
+"""Longer than any session is disconnected."""
 
 PLACES = ("direct", "direct", "torch 0", "torch 1", "relay 0", "relay 1")
-"""Who takes part: a client of ours at the servers, or one of PyTorch's protocol or ours at which relay."""
+"""The clients: of ours at the servers, or of PyTorch's protocol or ours at a numbered relay."""
 
 QUICK = (
     "kill leader", "kill leader", "kill leader", "kill standby", "stop standby",
@@ -44,29 +43,29 @@ QUICK = (
 )  # fmt: skip
 SLOW = ("stop leader", "kill etcd leader", "cut leader", "stop etcd leader", "cut etcd leader")
 EVERY = 5
-"""Which histories have one of the slow faults."""
+"""Every how many histories the fault is a slow one."""
 
 
 class Store:
-    """Servers, the etcd below them with a proxy for each way from a server to a member, and the faults they have."""
+    """Servers and their etcd, with a proxy between each server and each member, and their faults."""
 
     def __init__(self, place: Path, stack: ExitStack) -> None:
         self.etcd = stack.enter_context(Cluster(cuttable=True))
         self.servers = stack.enter_context(Servers(etcd_space(self.etcd), place, 0, grace_s=GRACE_S))
-        self._proxies: dict[int, list[Cutter]] = {}  # by the port of the server
+        self._proxies: dict[int, list[CuttingProxy]] = {}  # by the port of the server
         self.numbers = [self._start(stack) for _ in range(3)]
 
     def _start(self, stack: ExitStack) -> int:
-        proxies = [stack.enter_context(Cutter(one.client_port)) for one in self.etcd]
+        proxies = [stack.enter_context(CuttingProxy(one.client_port)) for one in self.etcd]
         number = self.servers.start(storage=self._by(proxies))
         self._proxies[self.servers[number].address[1]] = proxies
         return number
 
-    def _by(self, proxies: list[Cutter]) -> str:
+    def _by(self, proxies: list[CuttingProxy]) -> str:
         ends = ",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies)
         return self.servers.store.replace(",".join(self.etcd.endpoints), ends)
 
-    def proxies(self, number: int) -> list[Cutter]:
+    def proxies(self, number: int) -> list[CuttingProxy]:
         return self._proxies[self.servers[number].address[1]]
 
     def restart(self, number: int) -> None:
@@ -74,7 +73,7 @@ class Store:
         self.numbers[self.numbers.index(number)] = again
 
     def begin(self, fault: str, chance: random.Random) -> Callable[[], Any]:
-        """Begin a fault; return what ends it."""
+        """Begin a fault; return the function that ends it."""
         how, _, who = fault.partition(" ")
         if who in ("leader", "standby"):
             number = self.servers.leader()
@@ -96,7 +95,12 @@ class Store:
         down = chance.choice((REFUSES, HANGS_UP, SILENT))
         for proxy in self.proxies(number):
             proxy.go_down(down)
-        return lambda: [proxy.come_back() for proxy in self.proxies(number)]
+
+        def come_back() -> None:
+            for proxy in self.proxies(number):
+                proxy.come_back()
+
+        return come_back
 
     def _fail_member(self, how: str, index: int) -> Callable[[], Any]:
         if how == "kill":
@@ -109,7 +113,7 @@ class Store:
         return self.etcd.heal
 
 
-class ReplicatedCrew(Crew):
+class ReplicatedHistoryRun(HistoryRun):
     """Workers at the servers and at two relays."""
 
     def __init__(self, store: Store, place: Path, stack: ExitStack) -> None:
@@ -118,7 +122,7 @@ class ReplicatedCrew(Crew):
         self._store = store
         self._failed: list[BaseException] = []
         upstream = store.servers.url()
-        self._relays = [stack.enter_context(Relaying(place, upstream=upstream, grace_s=GRACE_S)) for _ in range(2)]
+        self._relays = [stack.enter_context(RelayProcess(place, upstream=upstream, grace_s=GRACE_S)) for _ in range(2)]
         super().__init__([self._url(who) for who in PLACES], [], stack, OPERATIONS)
 
     def _url(self, who: str) -> str:
@@ -133,7 +137,7 @@ class ReplicatedCrew(Crew):
         return SLOW[number // EVERY % len(SLOW)] if number % EVERY == 0 else chance.choice(QUICK)
 
     def _cut(self, chance: random.Random, done: threading.Event) -> None:
-        """Have one thing fail at a random moment; end that at another, or after the history."""
+        """Begin a fault at a random moment; end it at another, or after the history."""
         try:
             done.wait(chance.choice((0.0, 0.003, chance.uniform(0.0, 0.03))))
             fault = self.plan(sum(self.faults.values()) + 1, chance)
@@ -147,7 +151,7 @@ class ReplicatedCrew(Crew):
             self._failed.append(error)
 
     def settled(self) -> None:
-        """Raise what went wrong with a fault, and wait until a server leads."""
+        """Raise the error of a failed fault, if any, and wait until a server leads."""
         assert not self._failed, self._failed
         self._store.servers.leader()
 
@@ -156,15 +160,12 @@ class ReplicatedCrew(Crew):
 def test_histories_are_linearizable(tmp_path: Path) -> None:
     with ExitStack() as stack:
         store = Store(tmp_path, stack)
-        crew, struck = ReplicatedCrew(store, tmp_path, stack), 0
+        history_run, struck = ReplicatedHistoryRun(store, tmp_path, stack), 0
         for seed in range(FIRST_SEED, FIRST_SEED + HISTORIES):
-            history = crew.history(seed, seed)
-            bad = check(history)
-            assert bad is None, f"seed {seed}:\n" + "\n".join(map(str, bad))
-            lost = [str(operation) for operation in history if operation.returned == FOREVER]
-            assert not lost, f"seed {seed}: no answer to\n" + "\n".join(lost)
-            struck += min(one.called for one in history) < crew.began_at < max(one.returned for one in history)
-            crew.settled()
+            history = history_run.history(seed)
+            check_complete_history(history, seed)
+            struck += min(one.called for one in history) < history_run.began_at < max(one.returned for one in history)
+            history_run.settled()
         assert struck > HISTORIES / 2, "most faults came too early or too late"
         assert "Traceback" not in "".join(one.log() for one in store.servers.all)
-        print(f"{HISTORIES} histories, {struck} with a fault in their midst: {dict(crew.faults)}")
+        print(f"{HISTORIES} histories, {struck} with a fault in their midst: {dict(history_run.faults)}")

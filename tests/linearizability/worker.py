@@ -1,11 +1,11 @@
-"""One process of a history: runs a random plan on a store, and prints what it asked, what was answered, and when.
+"""One process of a history: runs a random plan on a store, and prints its operations, their results and their times.
 
     python -m tests.linearizability.worker NAME URL
 
 At torch://host:port it speaks PyTorch's protocol.
 
-Reads one JSON line a history, `[seed, number, operations]`, and answers with one line of the operations it did.
-Instants are of the machine's monotonic clock, which all processes share.
+It reads one JSON line per history, `[seed, number, operations]`, and replies with one line that lists its operations.
+Times are of the machine's monotonic clock, which all processes share.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import rallypoint
 KINDS = ("set", "get", "get", "add", "append", "swap", "delete", "push", "pop", "pop", "length")
 
 
-def text(value: Any) -> Any:
-    """Bytes as JSON can hold them."""
+def to_json(value: Any) -> Any:
+    """Return a value as JSON can hold it: bytes in base64, tuples as lists."""
     if isinstance(value, bytes):
         return {"bytes": base64.b64encode(value).decode()}
-    return [text(item) for item in value] if isinstance(value, tuple) else value
+    return [to_json(item) for item in value] if isinstance(value, tuple) else value
 
 
 def plan(chance: random.Random, name: str, number: int, place: int) -> tuple[str, str, tuple[Any, ...]]:
@@ -54,8 +54,8 @@ def open_store(name: str, url: str) -> Any:
     return TorchClient(host, int(port), name)
 
 
-def do(store: Any, kind: str, key: str, arguments: tuple[Any, ...]) -> Any:
-    """Carry out one operation; return what the model would."""
+def perform(store: Any, kind: str, key: str, arguments: tuple[Any, ...]) -> Any:
+    """Perform one operation; return its result in the form that the model returns."""
     try:
         if kind == "get":
             return store.get(key, timeout=0)
@@ -78,12 +78,12 @@ def run(name: str, url: str) -> None:
             kind, key, arguments = plan(chance, name, number, place)
             called, returned, result = time.monotonic(), None, None
             try:
-                result = do(store, kind, key, arguments)
+                result = perform(store, kind, key, arguments)
                 returned = time.monotonic()
             except rallypoint.NetworkError as error:  # whether it happened is not known
                 print(f"{name}, {kind} of {key}: {error}", file=sys.stderr, flush=True)
                 store = open_store(name, url)
-            rows.append([name, kind, key, text(arguments), text(result), called, returned])
+            rows.append([name, kind, key, to_json(arguments), to_json(result), called, returned])
         print(json.dumps(rows), flush=True)
 
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.kinds import open_store, quick_pulse
+from tests.store_kinds import open_store, quick_heartbeat
 
-__all__ = ["open_store", "quick_pulse"]
+__all__ = ["open_store", "quick_heartbeat"]

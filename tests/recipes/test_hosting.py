@@ -1,4 +1,4 @@
-"""How a call is carried through when it comes true at the very moment of its time-out, on machines that are real."""
+"""Calls that complete at the moment of their timeout, on real machines, and reports of progress."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import re
 from typing import Any
 
 import pytest
-from tests.kinds import AMPLE_S, Open
+from tests.store_kinds import AMPLE_S, Open
 
 from rallypoint import Barrier, Exchange, HashStore, Lock, MembersMissing, Server, connect
-from rallypoint.core.machine import Command, Done, Undo, Waiting
-from rallypoint.recipes import hosting
+from rallypoint.core.machines.lock import LockQuery
+from rallypoint.core.machines.machine import Command, Done, Undo, Waiting
+from rallypoint.recipes.hosting import shared_object
 
 
 class Late:
-    """A host in which others act right before a call is taken back."""
+    """A host in which others act right before a call is withdrawn."""
 
     label = "a host"
 
@@ -34,7 +35,7 @@ def late(shared: Any, meanwhile: Any) -> None:
 
 
 class Slow:
-    """A host in which a call waits once, and then is done."""
+    """A host in which a call waits once and then completes."""
 
     label = "a host"
 
@@ -50,12 +51,12 @@ def test_without_a_callback_a_wait_is_logged_with_its_age(caplog: pytest.LogCapt
     barrier._object._host = Slow()
     with caplog.at_level("INFO", "rallypoint"):
         barrier.wait(0, math.inf)
-    (said,) = caplog.messages
-    assert re.fullmatch(r"barrier 'b', member 0 has waited \d+ s: 1 of 2 members are here", said)
+    (line,) = caplog.messages
+    assert re.fullmatch(r"barrier 'b', member 0 has waited \d+ s: 1 of 2 members are here", line)
 
 
-def test_what_a_progress_callback_raises_takes_the_call_back(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+def test_an_error_in_a_progress_callback_withdraws_the_call(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_object, "PROGRESS_S", 0.05)
 
     def progress(_: Waiting) -> None:
         Barrier(open_store(), "other", 2).wait(0, 0)
@@ -64,24 +65,24 @@ def test_what_a_progress_callback_raises_takes_the_call_back(open_store: Open, m
         Barrier(open_store(), "b", 2, progress).wait(0, AMPLE_S)
     with pytest.raises(MembersMissing) as caught:
         Barrier(open_store(), "b", 2).wait(1, 0)
-    assert caught.value.missing == ("0",), "it has not arrived"
+    assert caught.value.missing == ("0",), "its arrival was withdrawn"
 
 
-def test_a_barrier_that_opened_in_time_has_opened() -> None:
+def test_a_barrier_that_opens_at_the_timeout_passes() -> None:
     store = HashStore()
     barrier = Barrier(store, "b", 2)
     late(barrier, lambda: Barrier(store, "b", 2).wait(1, 0))
     barrier.wait(0, 0)
 
 
-def test_an_exchange_that_ended_in_time_gives_what_it_came_to() -> None:
+def test_an_exchange_that_completes_at_the_timeout_returns_its_result() -> None:
     store = HashStore()
     exchange = Exchange(store, "x", 2)
     late(exchange, lambda: Exchange(store, "x", 2).all_gather(1, b"one", 0))
     assert exchange.all_gather(0, b"zero", 0) == [b"zero", b"one"]
 
 
-def test_a_lock_that_came_too_late_is_not_held() -> None:
+def test_a_lock_acquired_at_the_timeout_is_released() -> None:
     store = HashStore()
     first, second = Lock(store, "l"), Lock(store, "l")
     first.acquire()
@@ -89,20 +90,14 @@ def test_a_lock_that_came_too_late_is_not_held() -> None:
     with pytest.raises(MembersMissing):
         second.acquire(0)
     assert second.fence == 0 and not second.lost
-    assert Lock(store, "l").acquire(0) > first.fence, "what came too late was given back"
+    assert Lock(store, "l").acquire(0) > first.fence, "the lock acquired too late was released"
 
 
-def test_the_server_says_what_it_hosts() -> None:
+def test_statistics_of_the_server_count_hosted_objects() -> None:
     with Server() as server:
         store = connect(server.url)
         assert server.statistics()["objects"] == {}
         with Lock(store, "l"):
             assert server.statistics()["objects"] == {"lock": 1}
         assert server.statistics()["objects"] == {}
-    assert isinstance(hosting.host_of(HashStore()).act("l", "m", 1, _look(), 0.0), Done)
-
-
-def _look() -> Command:
-    from rallypoint.core.lock import Look
-
-    return Look()
+    assert isinstance(shared_object.host_of(HashStore()).act("l", "m", 1, LockQuery(), 0.0), Done)

@@ -1,23 +1,24 @@
-"""Barrier, exchange, lock and group, wherever they live: the same calls, the same answers, the same errors."""
+"""Barrier, exchange, lock and group on every kind of store: the same calls, results and errors."""
 
 from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
-from tests.cutter import Cutter
-from tests.kinds import AMPLE_S, HOSTED, Open, replicated, together
+from tests.cutting_proxy import CuttingProxy
+from tests.store_kinds import AMPLE_S, HOSTED, Open, replicated, together
 
 from rallypoint import Server, TCPStore
-from rallypoint.core import barrier as core
-from rallypoint.core.machine import Waiting
+from rallypoint.core.machines import barrier as core
+from rallypoint.core.machines.machine import Waiting
 from rallypoint.deadline import Deadline
 from rallypoint.errors import BadDeviceMap, Disagreement, MembersMissing, NameTaken, NotAMember, SessionLost
-from rallypoint.recipes import hosting
 from rallypoint.recipes.barrier import Barrier
 from rallypoint.recipes.exchange import Exchange
 from rallypoint.recipes.group import Group
+from rallypoint.recipes.hosting import shared_object
 from rallypoint.recipes.lock import Lock
 from rallypoint.store.base import Store
 
@@ -27,7 +28,7 @@ MEMBERS = 5
 # Barrier
 
 
-def test_a_barrier_opens_for_all_again_and_again(open_store: Open) -> None:
+def test_a_barrier_can_be_passed_repeatedly(open_store: Open) -> None:
     passed: list[int] = []
 
     def run(member: int) -> None:
@@ -35,61 +36,73 @@ def test_a_barrier_opens_for_all_again_and_again(open_store: Open) -> None:
         for number in range(20):
             passed.append(number)
             barrier.wait(member, AMPLE_S)
-            assert passed.count(number) == MEMBERS, "nobody goes on before everybody is there"
+            assert passed.count(number) == MEMBERS, "a member passed before all had arrived"
 
-    together([lambda member=member: run(member) for member in range(MEMBERS)])
+    together([partial(run, member) for member in range(MEMBERS)])
 
 
-def test_a_barrier_of_named_members(open_store: Open) -> None:
+def test_a_barrier_may_have_named_members(open_store: Open) -> None:
     names = ["ann", "bob"]
-    together([lambda name=name: Barrier(open_store(), "start", names).wait(name, AMPLE_S) for name in names])
+
+    def run(name: str) -> None:
+        Barrier(open_store(), "start", names).wait(name, AMPLE_S)
+
+    together([partial(run, name) for name in names])
 
 
-def test_who_is_missing_is_named_and_a_time_out_withdraws(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
-    alone, told = threading.Event(), threading.Event()
+class WithdrawalSeen:
+    """The progress of rank 0 of three: it waits alone, then rank 1 arrives and withdraws."""
 
-    def progress(waiting: Waiting) -> None:
-        alone.set()
+    def __init__(self) -> None:
+        self.alone, self.withdrawn = threading.Event(), threading.Event()
+
+    def progress(self, waiting: Waiting) -> None:
+        self.alone.set()
         if (tuple(waiting.missing), tuple(waiting.withdrawn)) == (("1", "2"), ("1",)):
-            told.set()
+            self.withdrawn.set()
 
-    first = Barrier(open_store(), "start", 3, progress)
+
+def test_a_timeout_names_the_missing_and_withdraws_the_arrival(
+    open_store: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared_object, "PROGRESS_S", 0.05)
+    seen = WithdrawalSeen()
+    first = Barrier(open_store(), "start", 3, seen.progress)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(first.wait, 0, AMPLE_S)
-        assert alone.wait(AMPLE_S)
+        assert seen.alone.wait(AMPLE_S)
         with pytest.raises(MembersMissing) as caught:
             Barrier(open_store(), "start", 3).wait(1, 0.1)
         assert caught.value.missing == ("2",)
-        assert told.wait(AMPLE_S)
+        assert seen.withdrawn.wait(AMPLE_S)
         later = [Barrier(open_store(), "start", 3) for _ in range(2)]
         together([lambda: later[0].wait(1, AMPLE_S), lambda: later[1].wait(2, AMPLE_S)])
         waiting.result(AMPLE_S)
     others = [Barrier(open_store(), "start", 3) for _ in range(3)]
-    together([lambda member=member: others[member].wait(member, AMPLE_S) for member in range(3)])
+    together([partial(others[member].wait, member, AMPLE_S) for member in range(3)])
 
 
-def test_a_member_that_comes_twice_counts_once(open_store: Open) -> None:
+def test_a_member_that_arrives_twice_counts_once(open_store: Open) -> None:
     barrier = Barrier(open_store(), "start", 2)
     with pytest.raises(MembersMissing) as caught:
         together([lambda: barrier.wait(0, 0.5), lambda: Barrier(open_store(), "start", 2).wait(0, 0.5)])
     assert caught.value.missing == ("1",)
 
 
-def test_one_too_many_is_named(open_store: Open) -> None:
+def test_a_member_over_the_size_is_refused_by_name(open_store: Open) -> None:
     with pytest.raises(NotAMember, match="'2'") as caught:
         Barrier(open_store(), "start", 2).wait(2, 1)
     assert caught.value.member == "2"
 
 
-def test_members_must_agree(open_store: Open) -> None:
+def test_members_must_agree_on_the_size(open_store: Open) -> None:
     arrived = threading.Event()
 
     def wait() -> None:
         Barrier(open_store(), "start", 2, progress=lambda _: arrived.set()).wait(0, AMPLE_S)
 
     with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(1) as pool:
-        patch.setattr(hosting, "PROGRESS_S", 0.05)
+        patch.setattr(shared_object, "PROGRESS_S", 0.05)
         first = pool.submit(wait)
         assert arrived.wait(AMPLE_S)
         with pytest.raises(Disagreement) as caught:
@@ -99,14 +112,14 @@ def test_members_must_agree(open_store: Open) -> None:
         first.result(AMPLE_S)
 
 
-def test_progress_says_who_is_missing_and_for_how_long(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
-    told: list[Waiting] = []
+def test_progress_reports_the_missing_and_the_waited_time(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_object, "PROGRESS_S", 0.05)
+    reports: list[Waiting] = []
     enough = threading.Event()
 
     def progress(waiting: Waiting) -> None:
-        told.append(waiting)
-        if len(told) > 2:
+        reports.append(waiting)
+        if len(reports) > 2:
             enough.set()
 
     barrier = Barrier(open_store(), "start", 2, progress)
@@ -115,11 +128,11 @@ def test_progress_says_who_is_missing_and_for_how_long(open_store: Open, monkeyp
         assert enough.wait(AMPLE_S)
         Barrier(open_store(), "start", 2).wait(1, AMPLE_S)
         waiting.result(AMPLE_S)
-    assert list(told[0].missing) == ["1"] and "1 of 2 members are here; missing: 1" in told[0].reason
-    assert 0 < told[0].waited_s < told[2].waited_s
+    assert list(reports[0].missing) == ["1"] and "1 of 2 members are here; missing: 1" in reports[0].reason
+    assert 0 < reports[0].waited_s < reports[2].waited_s
 
 
-def test_the_last_one_out_leaves_after_all_others(open_store: Open) -> None:
+def test_the_last_member_out_leaves_after_all_others(open_store: Open) -> None:
     left: list[int] = []
 
     def run(member: int) -> None:
@@ -130,48 +143,50 @@ def test_the_last_one_out_leaves_after_all_others(open_store: Open) -> None:
 
     for _ in range(5):
         left.clear()
-        together([lambda member=member: run(member) for member in range(MEMBERS)])
+        together([partial(run, member) for member in range(MEMBERS)])
         assert sorted(left) == list(range(MEMBERS))
 
 
-def test_a_last_one_that_is_lost_on_its_way_out_leaves_nothing_to_the_next_job(
+def test_a_last_member_lost_on_its_way_out_does_not_affect_the_next_job(
     open_store: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also if that is of another size; and there the last one waits for whoever has not left."""
-    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
+    """Even if that has another size; there, the last member waits for those that have not left."""
+    monkeypatch.setattr(shared_object, "PROGRESS_S", 0.05)
 
     def lost_on_the_way() -> None:
-        arrival = core.Arrive(3, "0")
-        Barrier(open_store(), "job", 3)._object.perform("0", arrival, core.Withdraw, Deadline(AMPLE_S))
+        arrival = core.BarrierArrive(3, "0")
+        Barrier(open_store(), "job", 3)._object.perform("0", arrival, core.BarrierWithdraw, Deadline(AMPLE_S))
 
-    others = [lambda member=member: Barrier(open_store(), "job", 3).leave(member, AMPLE_S, 0) for member in (1, 2)]
-    together([lost_on_the_way, *others])
-    slow, told = Barrier(open_store(), "job", 2), threading.Event()
-    last = Barrier(open_store(), "job", 2, lambda waiting: told.set() if "still inside: 1" in waiting.reason else None)
+    def leave(member: int) -> None:
+        Barrier(open_store(), "job", 3).leave(member, AMPLE_S, 0)
+
+    together([lost_on_the_way, *(partial(leave, member) for member in (1, 2))])
+    slow, waits = Barrier(open_store(), "job", 2), threading.Event()
+    last = Barrier(open_store(), "job", 2, lambda waiting: waits.set() if "still inside: 1" in waiting.reason else None)
     with ThreadPoolExecutor(1) as pool:
         out = pool.submit(last.leave, 0, AMPLE_S, 0)
-        number, _ = slow._object.perform("1", core.Arrive(2, "0"), core.Withdraw, Deadline(AMPLE_S))
-        assert told.wait(AMPLE_S) and not out.done()
-        slow._object.perform("1", core.Leave(number), core.Stay, Deadline(AMPLE_S))
+        number, _ = slow._object.perform("1", core.BarrierArrive(2, "0"), core.BarrierWithdraw, Deadline(AMPLE_S))
+        assert waits.wait(AMPLE_S) and not out.done()
+        slow._object.perform("1", core.BarrierLeave(number), core.BarrierUndoLeave, Deadline(AMPLE_S))
         out.result(AMPLE_S)
 
 
-def test_the_last_one_out_names_who_has_not_left(open_store: Open) -> None:
+def test_the_last_member_out_names_those_that_have_not_left(open_store: Open) -> None:
     stays, last = (Barrier(open_store(), "job", 2) for _ in range(2))
-    arrival = core.Arrive(2, "0")
+    arrival = core.BarrierArrive(2, "0")
     with ThreadPoolExecutor(1) as pool:
-        arrived = pool.submit(stays._object.perform, "1", arrival, core.Withdraw, Deadline(AMPLE_S))
-        number, _ = last._object.perform("0", arrival, core.Withdraw, Deadline(AMPLE_S))
+        arrived = pool.submit(stays._object.perform, "1", arrival, core.BarrierWithdraw, Deadline(AMPLE_S))
+        number, _ = last._object.perform("0", arrival, core.BarrierWithdraw, Deadline(AMPLE_S))
         arrived.result(AMPLE_S)
     with pytest.raises(MembersMissing, match="last out; still inside: 1") as caught:
-        last._object.perform("0", core.Leave(number), core.Stay, Deadline(0.1))
+        last._object.perform("0", core.BarrierLeave(number), core.BarrierUndoLeave, Deadline(0.1))
     assert caught.value.missing == ("1",)
 
 
 # Exchange
 
 
-def test_an_exchange_gives_everybody_everything_again_and_again(open_store: Open) -> None:
+def test_an_exchange_can_be_repeated(open_store: Open) -> None:
     def run(rank: int) -> None:
         exchange = Exchange(open_store(), "data", MEMBERS)
         for number in range(20):
@@ -181,7 +196,7 @@ def test_an_exchange_gives_everybody_everything_again_and_again(open_store: Open
             gathered = exchange.gather(rank, bytes([rank, 0, 255]), 1, AMPLE_S)
             assert gathered == ([bytes([other, 0, 255]) for other in range(MEMBERS)] if rank == 1 else None)
 
-    together([lambda rank=rank: run(rank) for rank in range(MEMBERS)])
+    together([partial(run, rank) for rank in range(MEMBERS)])
 
 
 def test_an_exchange_names_missing_ranks(open_store: Open) -> None:
@@ -190,22 +205,16 @@ def test_an_exchange_names_missing_ranks(open_store: Open) -> None:
     assert caught.value.missing == ("0", "2")
 
 
-def test_an_exchange_names_who_took_back_what_it_gave(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
-    alone, told = threading.Event(), threading.Event()
-
-    def progress(waiting: Waiting) -> None:
-        alone.set()
-        if (tuple(waiting.missing), tuple(waiting.withdrawn)) == (("1", "2"), ("1",)):
-            told.set()
-
-    first = Exchange(open_store(), "data", 3, progress)
+def test_an_exchange_names_a_rank_that_withdrew(open_store: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_object, "PROGRESS_S", 0.05)
+    seen = WithdrawalSeen()
+    first = Exchange(open_store(), "data", 3, seen.progress)
     with ThreadPoolExecutor(1) as pool:
         giving = pool.submit(first.all_gather, 0, b"zero", AMPLE_S)
-        assert alone.wait(AMPLE_S)
+        assert seen.alone.wait(AMPLE_S)
         with pytest.raises(MembersMissing):
             Exchange(open_store(), "data", 3).all_gather(1, b"old", 0)
-        assert told.wait(AMPLE_S)
+        assert seen.withdrawn.wait(AMPLE_S)
         later = [Exchange(open_store(), "data", 3) for _ in range(2)]
         together([lambda: later[0].all_gather(1, b"new", AMPLE_S), lambda: later[1].all_gather(2, b"two", AMPLE_S)])
         assert giving.result(AMPLE_S) == [b"zero", b"new", b"two"]
@@ -213,18 +222,18 @@ def test_an_exchange_names_who_took_back_what_it_gave(open_store: Open, monkeypa
 
 def test_ranks_and_data_are_checked(open_store: Open) -> None:
     exchange = Exchange(open_store(), "data", 3)
-    with pytest.raises(ValueError, match="rank in exchange 'data' must be 0 to 2, not 3"):
+    with pytest.raises(ValueError, match="rank of exchange 'data' must be 0 to 2, not 3"):
         exchange.all_gather(3, b"")
-    with pytest.raises(TypeError, match="must give bytes"):
+    with pytest.raises(TypeError, match="must be bytes, not"):
         exchange.all_gather(0, "text")  # type: ignore[arg-type]
 
 
-def test_a_client_that_lost_its_session_takes_its_place_while_the_server_keeps_the_old_one(
+def test_a_client_with_a_new_session_replaces_its_old_one_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The network between is gone, which the server has yet to notice."""
-    monkeypatch.setattr(hosting, "PROGRESS_S", 0.05)
-    with Server(grace=0.5) as server, Cutter(server.port) as cutter, ThreadPoolExecutor(2) as pool:
+    """The connection is dead, which the server has not noticed yet."""
+    monkeypatch.setattr(shared_object, "PROGRESS_S", 0.05)
+    with Server(grace=0.5) as server, CuttingProxy(server.port) as cutter, ThreadPoolExecutor(2) as pool:
         given, given_again = threading.Event(), threading.Event()
         other = Exchange(TCPStore("127.0.0.1", server.port), "e", 2)
         group = Group(TCPStore("127.0.0.1", server.port), "g")
@@ -237,7 +246,7 @@ def test_a_client_that_lost_its_session_takes_its_place_while_the_server_keeps_t
         with pytest.raises(SessionLost):
             waits.result(AMPLE_S)
         cutter.half_open = cutter.refusing = False
-        assert len(server.statistics()["sessions"]) == 3, "the server has noticed nothing"
+        assert len(server.statistics()["sessions"]) == 3, "the server still has the old session"
         again = TCPStore("127.0.0.1", cutter.port)
         waits_again = pool.submit(Exchange(again, "e", 2, lambda _: given_again.set()).all_gather, 0, b"new", AMPLE_S)
         assert given_again.wait(AMPLE_S)
@@ -248,7 +257,7 @@ def test_a_client_that_lost_its_session_takes_its_place_while_the_server_keeps_t
 # Lock
 
 
-def test_a_lock_has_one_holder_and_fences_that_grow(open_store: Open) -> None:
+def test_a_lock_has_one_holder_and_increasing_fences(open_store: Open) -> None:
     inside: list[int] = []
     fences: list[int] = []
 
@@ -262,11 +271,11 @@ def test_a_lock_has_one_holder_and_fences_that_grow(open_store: Open) -> None:
                 assert inside == [number]
                 inside.remove(number)
 
-    together([lambda number=number: run(number) for number in range(MEMBERS)])
+    together([partial(run, number) for number in range(MEMBERS)])
     assert fences == sorted(set(fences)) and len(fences) == 10 * MEMBERS
 
 
-def test_who_waits_too_long_for_a_lock_hears_who_holds_it(open_store: Open) -> None:
+def test_a_timeout_for_a_lock_names_its_holder(open_store: Open) -> None:
     with Lock(open_store(), "token", member="ann"), pytest.raises(MembersMissing, match="held by ann") as late:
         Lock(open_store(), "token", member="bob").acquire(0.1)
     assert "Look at its holder" in str(late.value) and "Look at the missing" not in str(late.value)
@@ -274,18 +283,18 @@ def test_who_waits_too_long_for_a_lock_hears_who_holds_it(open_store: Open) -> N
         pass
 
 
-def test_a_lock_is_used_by_one_at_a_time(open_store: Open) -> None:
+def test_a_lock_object_is_not_reentrant(open_store: Open) -> None:
     lock = Lock(open_store(), "token")
     with pytest.raises(RuntimeError, match="is not held"):
         lock.release()
-    with lock, pytest.raises(RuntimeError, match="is held by this object already"):
+    with lock, pytest.raises(RuntimeError, match="is already held by this object"):
         lock.acquire()
 
 
 # Group
 
 
-def test_members_come_and_go_and_come_back(open_store: Open) -> None:
+def test_members_may_join_leave_and_rejoin(open_store: Open) -> None:
     group = Group(open_store(), "workers")
     with group.join("ann", b"one") as ann:
         bob = Group(open_store(), "workers").join("bob")
@@ -303,18 +312,18 @@ def test_members_come_and_go_and_come_back(open_store: Open) -> None:
     assert list(group.members().members) == ["bob"]
 
 
-def test_a_name_is_taken_once(open_store: Open) -> None:
-    with Group(open_store(), "workers").join("ann"), pytest.raises(NameTaken, match="'ann' already"):
+def test_a_name_in_use_is_refused(open_store: Open) -> None:
+    with Group(open_store(), "workers").join("ann"), pytest.raises(NameTaken, match="already has a member 'ann'"):
         Group(open_store(), "workers").join("ann")
 
 
-def test_who_does_not_come_is_named(open_store: Open) -> None:
+def test_wait_for_names_the_missing_members(open_store: Open) -> None:
     with Group(open_store(), "workers").join("ann") as ann, pytest.raises(MembersMissing) as caught:
         ann.wait_for(["ann", "bob", "eve"], 0.1)
     assert caught.value.missing == ("bob", "eve")
 
 
-def test_device_maps_are_turned_round_and_held_to(open_store: Open) -> None:
+def test_device_maps_are_reversed_and_checked(open_store: Open) -> None:
     group = Group(open_store(), "workers")
     with group.join("ann", devices=["cuda:0", "cuda:1"], device_maps={"bob": {"cuda:0": "cuda:3"}}):
         with pytest.raises(BadDeviceMap, match="'cuda:3'"):
@@ -323,10 +332,10 @@ def test_device_maps_are_turned_round_and_held_to(open_store: Open) -> None:
             assert bob.view.members["bob"].reverse_maps == {"ann": {"cuda:3": "cuda:0"}}
 
 
-# All of them
+# All objects
 
 
-def test_statistics_say_who_hosts_it(open_store: Open, request: pytest.FixtureRequest) -> None:
+def test_statistics_of_an_object_name_its_host(open_store: Open, request: pytest.FixtureRequest) -> None:
     hosted_by = "server" if request.node.callspec.params["open_store"] in (*HOSTED, replicated) else "members"
     store = open_store()
     theirs = f"<TCPStore of {type(store).__module__} at 127.0.0.1:"

@@ -1,4 +1,4 @@
-"""A server with channels for tests of the relay, in the same event loop: it says and grants what the test tells it."""
+"""A server with channels for tests of the relay, in the same event loop; the test controls its data and credit."""
 
 from __future__ import annotations
 
@@ -11,24 +11,12 @@ from typing import Any
 
 import pytest
 import uvloop
+from tests.raw_peer import AMPLE_S
 from tests.server.fake_log import Bugs
-from tests.wire import AMPLE_S
 
 from rallypoint import net
 from rallypoint.protocol import channels
-from rallypoint.protocol.channels import (
-    ACCEPTED,
-    CLOSE,
-    CREDIT,
-    CREDITS,
-    DATA,
-    GATHERED,
-    PREFACE,
-    ChannelFrames,
-    split_credits,
-    split_gathered,
-)
-from rallypoint.relay.upstream import Upstream
+from rallypoint.relay.upstream.connection import Upstream
 
 __all__ = ["FakeServer", "Owner", "connected", "in_loop", "is_connected"]
 
@@ -39,7 +27,7 @@ LOOPS: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {
 
 
 def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
-    """Run a test in an event loop of each kind; nothing may fail there unseen."""
+    """Run a test in an event loop of each kind; no exception may be logged."""
 
     @functools.wraps(test)
     def call(loop: str, **fixtures: Any) -> None:
@@ -49,7 +37,8 @@ def in_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
     needs = list(inspect.signature(test).parameters.values())
     loop = inspect.Parameter("loop", inspect.Parameter.POSITIONAL_OR_KEYWORD)
     call.__signature__ = inspect.Signature([*needs, loop])  # type: ignore[attr-defined]
-    return pytest.mark.parametrize("loop", LOOPS)(call)
+    marked: Callable[..., None] = pytest.mark.parametrize("loop", LOOPS)(call)
+    return marked
 
 
 async def _in_time(work: Awaitable[None]) -> None:
@@ -63,56 +52,56 @@ class FakeLink(asyncio.Protocol):
         self._server = server
         self._early = b""
         self.accepted = False
-        self._frames = ChannelFrames()
+        self._frames = channels.ChannelFrames()
         self.data: dict[int, bytes] = {}
-        """What came on each channel."""
+        """The data received on each channel."""
 
         self.credit: dict[int, int] = {}
-        """What was granted on each channel."""
+        """The credit received on each channel."""
 
         self.closes: list[int] = []
         self.order: list[int] = []
-        """The channels of DATA frames as they came."""
+        """The channels of the DATA frames received, in order."""
 
         self.reads = 0
-        """How often something came."""
+        """How often data was received."""
 
         self.lost = False
 
     def connection_made(self, transport: Any) -> None:
         self.transport = transport
         self._server.links.append(self)
-        self._server.bell.set()
+        self._server.changed.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
-        self._server.bell.set()
+        self._server.changed.set()
 
     def data_received(self, data: bytes) -> None:
         if not self.accepted:
             self._early += data
-            if len(self._early) < len(PREFACE):
+            if len(self._early) < len(channels.PREFACE):
                 return
-            assert self._early.startswith(PREFACE), self._early
+            assert self._early.startswith(channels.PREFACE), self._early
             self.accepted = True
             self.transport.write(self._server.answer)
-            data = self._early[len(PREFACE) :]
+            data = self._early[len(channels.PREFACE) :]
         self.reads += bool(data)
         for frame in self._frames.feed(data):
-            pieces = [(frame.channel, frame.body)] if frame.kind == DATA else []
-            grants = [(frame.channel, frame.size)] if frame.kind == CREDIT else []
-            if frame.kind == GATHERED:
-                pieces = split_gathered(frame.channel, frame.body)
-            elif frame.kind == CREDITS:
-                grants = split_credits(frame.channel, frame.body)
-            elif frame.kind == CLOSE:
+            pieces = [(frame.channel, frame.body)] if frame.kind == channels.DATA else []
+            grants = [(frame.channel, frame.size)] if frame.kind == channels.CREDIT else []
+            if frame.kind == channels.GATHERED:
+                pieces = channels.split_gathered(frame.channel, frame.body)
+            elif frame.kind == channels.CREDITS:
+                grants = channels.split_credits(frame.channel, frame.body)
+            elif frame.kind == channels.CLOSE:
                 self.closes.append(frame.channel)
             for number, piece in pieces:
                 self.data[number] = self.data.get(number, b"") + piece
                 self.order.append(number)
             for number, size in grants:
                 self.credit[number] = self.credit.get(number, 0) + size
-        self._server.bell.set()
+        self._server.changed.set()
 
     def says(self, number: int, data: bytes) -> None:
         self.transport.write(channels.data_frames(number, data))
@@ -130,10 +119,10 @@ class FakeLink(asyncio.Protocol):
 class FakeServer:
     """Listens on loopback; `links` are the connections so far, the latest last."""
 
-    def __init__(self, answer: bytes = ACCEPTED) -> None:
+    def __init__(self, answer: bytes = channels.ACCEPTED) -> None:
         self.answer = answer
         self.links: list[FakeLink] = []
-        self.bell = asyncio.Event()
+        self.changed = asyncio.Event()
         self.port = 0
 
     @property
@@ -150,27 +139,27 @@ class FakeServer:
         self.port = self._server.sockets[0].getsockname()[1]
 
     def stop(self) -> None:
-        """Refuse whoever comes, and hang up on those who are here."""
+        """Refuse new connections, and close the existing ones."""
         self._server.close()
         for link in self.links:
             if not link.lost:
                 link.hangs_up()
 
     async def until(self, true: Any) -> None:
-        """Return when something is so, which is looked at whenever something came."""
+        """Return when a condition is true; it is checked whenever data arrives."""
         while not true():
-            self.bell.clear()
-            await self.bell.wait()
+            self.changed.clear()
+            await self.changed.wait()
 
 
 class Owner:
-    """Owns one channel, and notes what it is told."""
+    """Owns one channel, and records its callbacks."""
 
     def __init__(self, upstream: Upstream, takes: bool = True) -> None:
         self.data = b""
         self.ends: list[str] = []
         self.writables = 0
-        self.bell = asyncio.Event()
+        self.changed = asyncio.Event()
         self._takes = takes
         self.channel = upstream.open_channel(self)
 
@@ -179,35 +168,35 @@ class Owner:
         self.data += data
         if self._takes:
             self.channel.consumed(len(data))
-        self.bell.set()
+        self.changed.set()
 
     def closed(self, why: str) -> None:
         self.ends.append(why)
-        self.bell.set()
+        self.changed.set()
 
     def writable(self) -> None:
         assert not self.ends
         self.writables += 1
-        self.bell.set()
+        self.changed.set()
 
     async def until(self, true: Any) -> None:
         while not true():
-            self.bell.clear()
-            await self.bell.wait()
+            self.changed.clear()
+            await self.changed.wait()
 
 
 async def is_connected(upstream: Upstream, times: int = 1) -> None:
-    """Return when a connection was made so many times."""
-    bell = asyncio.Event()
-    upstream.on_connected(bell.set)
+    """Return when the upstream has connected for the `times`-th time."""
+    changed = asyncio.Event()
+    upstream.on_connected(changed.set)
     while not upstream.connected or upstream.connections < times:
-        bell.clear()
-        await bell.wait()
-    upstream.forget(bell.set)
+        changed.clear()
+        await changed.wait()
+    upstream.forget(changed.set)
 
 
 @contextlib.asynccontextmanager
-async def connected(answer: bytes = ACCEPTED) -> AsyncIterator[tuple[Upstream, FakeServer]]:
+async def connected(answer: bytes = channels.ACCEPTED) -> AsyncIterator[tuple[Upstream, FakeServer]]:
     """Provide an upstream that is connected to a fake server."""
     server = FakeServer(answer)
     await server.start()

@@ -1,4 +1,4 @@
-"""Relays for tests: in a thread of this process, or in a process of its own that can be killed."""
+"""Relays for tests: in a thread of this process, or in their own process, which can be killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import uvloop
-from tests.wire import AMPLE_S, Peer, http, read_line, script, until
+from tests.raw_peer import AMPLE_S, RawPeer, http, read_line, script, until
 
 from rallypoint import net
 from rallypoint.relay.server import RelayServer
@@ -41,7 +41,7 @@ asyncio.run(main())
 
 
 class RelayThread:
-    """A relay of servers at these ports of this host, in a thread with an event loop of its own."""
+    """A relay of servers at these ports of loopback, in a thread with its own event loop."""
 
     def __init__(self, *ports: int, sockets: list[socket.socket] | None = None, **settings: Any) -> None:
         endpoints = net.Endpoints([net.Endpoint("127.0.0.1", port) for port in ports])
@@ -80,7 +80,7 @@ class RelayThread:
         return self.wait(run())  # type: ignore[no-any-return]
 
     def connected(self, times: int = 1) -> RelayThread:
-        """Return when it is connected to its server, for the so-manieth time at least."""
+        """Return when it has connected to its server at least `times` times."""
         upstream = self.server.upstream
         until(lambda: upstream.connected and upstream.connections, lambda made: made >= times)
         return self
@@ -88,11 +88,11 @@ class RelayThread:
     def statistics(self) -> Any:
         return json.loads(get(self.address, "/statistics"))
 
-    def peer(self) -> Peer:
-        return Peer(self.address)
+    def peer(self) -> RawPeer:
+        return RawPeer(self.address)
 
     def open_round(self, run: str, scope: int, number: int | None = None, port: int = 0) -> int:
-        """Open a round, as HTTP does; return its port, or raise why there is none."""
+        """Open a round, as over HTTP; return its port, or raise the error."""
         answers: list[int | Exception] = []
         self.call(lambda: self.server.open_round(run, scope, number, answers.append, port=port))
         if isinstance(answers[0], Exception):
@@ -109,14 +109,14 @@ class RelayThread:
 
 
 def get(address: tuple[str, int], path: str, method: str = "GET") -> str:
-    """Return the body of an answer by HTTP."""
+    """Return the body of an HTTP response."""
     answer = http(address, f"{method} {path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n".encode())
     return answer.partition(b"\r\n\r\n")[2].decode()
 
 
 @contextlib.contextmanager
 def relay_process(upstream_port: int, port: int = 0) -> Iterator[tuple[int, Callable[[], None]]]:
-    """Run a relay in a process of its own; yield its port once it is connected, and a way to kill it."""
+    """Run a relay in its own process; yield its port once it is connected, and a function that kills it."""
     with script(RELAY, f"127.0.0.1:{upstream_port}", port) as child:
 
         def kill() -> None:

@@ -1,20 +1,32 @@
-"""Cut the relay's connection to its server at every byte of every request and answer: all happens exactly once.
+"""Cut the relay's connection to its server at every byte of every request and reply: each is executed exactly once.
 
-The cases are those of a client without a relay (`tests/session/test_cuts.py`), asked by a client of ours, whose session
-has a channel of its own, and by PyTorch's, whose requests the relay repeats for it.
+The cases are those of a client without a relay (`tests/client/test_cuts.py`), for a native client, whose session has
+its own channel, and for PyTorch's, whose requests are repeated by the relay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import importlib
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
 import pytest
+from tests.client.test_cuts import (
+    BLOCKED,
+    CASES,
+    Case,
+    await_waiting,
+    check_every_byte,
+    connect,
+    cut,
+    measure,
+)
 from tests.conformance.calls import Call
-from tests.cutter import DOWN, UP, Cutter
-from tests.session.test_cuts import BLOCKED, CASES, DEADLINE_S, Case, await_waiting, connect, measure
-from tests.wire import Peer
+from tests.cutting_proxy import DOWN, UP, CuttingProxy
+from tests.outage_log import DEADLINE_S
+from tests.raw_peer import RawPeer
+from tests.served import server_fixture
 
 import rallypoint
 from rallypoint import Store
@@ -23,39 +35,35 @@ from rallypoint.protocol.c10d import Opcode, encode
 from .relays import RelayThread
 
 OURS_ONLY = {"swap", "delete_prefix", "lease"}
-"""What PyTorch's client cannot ask."""
+"""Operations that PyTorch's client lacks."""
 
 CLIENTS = ["ours", pytest.param("torch", marks=pytest.mark.needs("torch"))]
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[rallypoint.Server]:
-    with rallypoint.Server() as server:
-        yield server
+server = server_fixture("module")
 
 
 @pytest.fixture(scope="module")
-def cutter(server: rallypoint.Server) -> Iterator[Cutter]:
-    with Cutter(server.port) as cutter:
+def cutter(server: rallypoint.Server) -> Iterator[CuttingProxy]:
+    with CuttingProxy(server.port) as cutter:
         yield cutter
 
 
 @pytest.fixture(scope="module")
-def relay(cutter: Cutter) -> Iterator[RelayThread]:
+def relay(cutter: CuttingProxy) -> Iterator[RelayThread]:
     with RelayThread(cutter.port) as relay:
         yield relay
 
 
 @pytest.fixture(scope="module", params=CLIENTS)
 def store(request: pytest.FixtureRequest, relay: RelayThread) -> Iterator[Any]:
-    """A store by way of the relay."""
+    """A store reached through the relay."""
     if request.param == "ours":
         with connect(relay.port) as store:
             yield store
     else:
-        from torch.distributed import TCPStore
-
-        yield TCPStore("127.0.0.1", relay.port, timeout=timedelta(seconds=DEADLINE_S))
+        dist = importlib.import_module("torch.distributed")
+        yield dist.TCPStore("127.0.0.1", relay.port, timeout=timedelta(seconds=DEADLINE_S))
 
 
 @pytest.fixture
@@ -67,7 +75,7 @@ def plain(server: rallypoint.Server) -> Iterator[Store]:
 
 
 def cases(store: Any, name: str) -> Case | None:
-    """Return a case for a client, or None where it cannot ask that; PyTorch's does not wait for its writes."""
+    """Return a case for a client, or None if it lacks the operation; PyTorch's client does not wait for its writes."""
     case = CASES[name]
     if isinstance(store, Store):
         return case
@@ -83,63 +91,48 @@ def cases(store: Any, name: str) -> Case | None:
 
 
 def list_keys(store: Any) -> list[str]:
-    with Peer(("127.0.0.1", store.port)) as peer:
+    with RawPeer(("127.0.0.1", store.port)) as peer:
         peer.send(encode(Opcode.LIST_KEYS))
         return [peer.string().decode().removeprefix("/") for _ in range(peer.number())]
 
 
 def queue_len(store: Any) -> int:
-    with Peer(("127.0.0.1", store.port)) as peer:
+    with RawPeer(("127.0.0.1", store.port)) as peer:
         peer.send(encode(Opcode.QUEUE_LEN, b"/q"))
         return peer.number()
 
 
 BY_WIRE = {"list_keys": list_keys, "queue_len": queue_len}
-"""What PyTorch's client does not let go of the interpreter for, which the relay in this process needs."""
+"""Operations in which PyTorch's client keeps the interpreter lock, which the relay in this process needs."""
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_byte(name: str, store: Any, plain: Store, cutter: Cutter) -> None:
+def test_every_byte(name: str, store: Any, plain: Store, cutter: CuttingProxy) -> None:
     case = cases(store, name)
     if case is None:
-        assert not hasattr(store, name), "it can ask that now"
+        assert not hasattr(store, name), "PyTorch's client has this operation now"
         return
     sizes = smallest([measure(case, plain, store, cutter) for _ in range(3)])
     before = cutter.connections
-    for way in (UP, DOWN):
-        for after in range(sizes[way] + 1):
-            plain.delete_prefix("")
-            case.prepare(plain)
-            cutter.arm(way, after)
-            assert case.act(store) == case.returns, f"cut after {after} bytes {way}"
-            assert case.then(plain), f"cut after {after} bytes {way}"
-            cutter.disarm()
+    check_every_byte(case, plain, store, cutter, sizes)
     cuts = cutter.connections - before
     assert cuts > 0.7 * sum(sizes.values()), f"only {cuts} cuts at {sizes} bytes"
 
 
 def smallest(sizes: list[dict[str, int]]) -> dict[str, int]:
-    """Return how many bytes an operation takes by itself: credit, confirmations or a greeting may come in between."""
+    """Return the bytes of an operation alone, without credit, confirmations or greetings that happen to be sent."""
     return {way: min(size[way] for size in sizes) for way in (UP, DOWN)}
 
 
 @pytest.mark.parametrize("name", BLOCKED)
 @pytest.mark.parametrize("while_away", [False, True])
-def test_a_blocked_call_goes_on(
-    name: str, while_away: bool, store: Any, plain: Store, cutter: Cutter, server: rallypoint.Server
+def test_a_blocked_call_continues(
+    name: str, while_away: bool, store: Any, plain: Store, cutter: CuttingProxy, server: rallypoint.Server
 ) -> None:
-    act: Callable[[Any], Any]
     act, release, returns = BLOCKED[name]
     call = Call(act, store)
     await_waiting(server, 1)
-    if while_away:
-        cutter.refusing = True
-    cutter.cut_all()
-    if while_away:
-        release(plain)
-        cutter.refusing = False
-    else:
-        await_waiting(server, 1)
+    with cut(cutter, while_away, lambda: await_waiting(server, 1)):
         release(plain)
     assert call.result() == returns
     assert plain.queue_len("late") == 0

@@ -1,12 +1,13 @@
-"""RALLYPOINT_RELAY: sessions begin at the relay of the node, and go on at the store itself when the relay is gone.
+"""RALLYPOINT_RELAY: sessions begin at the relay of the node, and continue at the store itself when the relay is gone.
 
-To a client, a proxy in front of the server is a relay, and one that can be cut at every byte; what a real relay does is
-tested with one. What else may answer at a relay's address must never end a session, nor be taken for the store.
+To a client, a proxy in front of the server is a relay, and it can be cut at every byte; other tests have a real relay.
+Other programs at a relay's address must never end a session, nor be taken for the store.
 """
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import os
 import signal
@@ -18,30 +19,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cutter import DOWN, HANGS_UP, REFUSES, SILENT, UP, Cutter
-from tests.session.test_addresses import Impostor, nobody
-from tests.session.test_cuts import BLOCKED, CASES, await_waiting
-from tests.wire import AMPLE_S, read_line, script, until
+from tests.client.test_addresses import Impostor, nobody
+from tests.client.test_cuts import BLOCKED, CASES, await_waiting, measure
+from tests.cutting_proxy import DOWN, HANGS_UP, REFUSES, SILENT, UP, CuttingProxy
+from tests.raw_peer import AMPLE_S, read_line, script, until
+from tests.served import server_fixture
 
 import rallypoint
 from rallypoint import aio, net
+from rallypoint.client import hang_check
+from rallypoint.client.routing import dial, relay_address, search
+from rallypoint.client.routing.relay_address import VARIABLE, RelayAddress
 from rallypoint.protocol.native import ACCEPTED, PREFACE
-from rallypoint.store import peer_check, relay_address, search
-from rallypoint.store.relay_address import VARIABLE, RelayAddress
 
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[rallypoint.Server]:
-    with rallypoint.Server(grace=AMPLE_S) as server:
-        yield server
+server = server_fixture("module", grace=AMPLE_S)
 
 
 @pytest.fixture(autouse=True)
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no address be taken for a silent one because this machine is busy."""
+    """Raise the time-outs for silent addresses, so that a busy machine triggers none."""
     monkeypatch.setattr(search, "RELAY_S", AMPLE_S)
     monkeypatch.setattr(search, "RESUMING_S", (AMPLE_S / 2, AMPLE_S / 2))
-    monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", AMPLE_S)
+    monkeypatch.setattr(hang_check, "RELAY_SILENCE_S", AMPLE_S)
     monkeypatch.delenv(VARIABLE, raising=False)
 
 
@@ -52,9 +51,9 @@ def empty(server: rallypoint.Server) -> None:
 
 
 @pytest.fixture
-def relay(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cutter]:
+def relay(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[CuttingProxy]:
     """A proxy that stands for the relay of the server."""
-    with Cutter(server.port) as relay:
+    with CuttingProxy(server.port) as relay:
         name(monkeypatch, relay.port, server.port)
         yield relay
 
@@ -70,7 +69,7 @@ def relayed(store: rallypoint.Store) -> bool:
 
 
 def session(store: rallypoint.Store) -> bytes:
-    return bytes(store._backend._wire._core.session)  # type: ignore[attr-defined]
+    return bytes(store._backend._session._connection.core.session)  # type: ignore[attr-defined]
 
 
 def direct(port: int) -> rallypoint.Store:
@@ -81,18 +80,18 @@ def direct(port: int) -> rallypoint.Store:
 # Where sessions begin
 
 
-def test_a_session_begins_at_the_relay_and_names_the_store(server: rallypoint.Server, relay: Cutter) -> None:
+def test_a_session_begins_at_the_relay_and_names_the_store(server: rallypoint.Server, relay: CuttingProxy) -> None:
     with rallypoint.connect(server.url) as store, store.clone() as clone:
         assert isinstance(store, rallypoint.TCPStore)
         assert relay.connections == 2 and relayed(store) and relayed(clone)
-        assert (store.host, store.port) == ("127.0.0.1", server.port), "what others may be told"
+        assert (store.host, store.port) == ("127.0.0.1", server.port), "the address to give to others"
         store.set("k", "v")
         assert clone.get("k") == b"v"
     with rallypoint.TCPStore("127.0.0.1", server.port) as torchs:
         assert relay.connections == 3 and torchs.get("k") == b"v"
 
 
-def test_another_store_is_not_the_relays(server: rallypoint.Server, relay: Cutter) -> None:
+def test_only_the_relays_own_upstream_is_reached_through_it(server: rallypoint.Server, relay: CuttingProxy) -> None:
     with rallypoint.Server() as other:
         for url in (other.url, f"tcp://localhost:{server.port}", f"tcp://127.0.0.1:{relay.port}"):
             with rallypoint.connect(url) as store:
@@ -101,20 +100,20 @@ def test_another_store_is_not_the_relays(server: rallypoint.Server, relay: Cutte
     assert relay.connections == 1, "only by its own address"
 
 
-def test_a_server_of_this_process_is_not_reached_by_the_relay(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_of_this_process_is_reached_directly(monkeypatch: pytest.MonkeyPatch) -> None:
     port = net.free_port("127.0.0.1")
-    with Cutter(port) as relay:
+    with CuttingProxy(port) as relay:
         name(monkeypatch, relay.port, port)
         with rallypoint.TCPStore("127.0.0.1", port, is_master=True) as master:
             master.set("k", "v")
-            assert not relay.connections
+            assert relay.connections == 0
             with rallypoint.TCPStore("127.0.0.1", port) as client:
                 assert client.get("k") == b"v" and relay.connections == 1
 
 
 @pytest.mark.parametrize("how", [REFUSES, HANGS_UP, SILENT])
-def test_a_relay_that_is_not_there_is_passed_over(
-    how: str, server: rallypoint.Server, relay: Cutter, monkeypatch: pytest.MonkeyPatch
+def test_an_unavailable_relay_is_skipped(
+    how: str, server: rallypoint.Server, relay: CuttingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if how == SILENT:
         monkeypatch.setattr(search, "RELAY_S", 0.2)
@@ -125,11 +124,11 @@ def test_a_relay_that_is_not_there_is_passed_over(
         relay.come_back()
         with store.clone() as clone:  # a new session, and the relay is back
             assert relayed(clone) and clone.get("k") == b"v"
-        assert not relayed(store), "where it is, it stays"
+        assert not relayed(store), "a session stays where it is"
 
 
 @pytest.mark.parametrize("says", [PREFACE[-len(ACCEPTED) :], b"HTTP"])
-def test_something_else_at_the_relays_port_is_passed_over(
+def test_another_program_at_the_relays_port_is_skipped(
     says: bytes, server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Impostor(says) as other:
@@ -138,7 +137,7 @@ def test_something_else_at_the_relays_port_is_passed_over(
             assert store.add("n", 1) and other.calls == 1
 
 
-def test_another_store_at_the_relays_port_is_known_by_its_identity(
+def test_another_store_at_the_relays_port_is_recognized_by_its_identity(
     server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with direct(server.port) as plain, rallypoint.Server() as other:
@@ -147,18 +146,17 @@ def test_another_store_at_the_relays_port_is_known_by_its_identity(
         plain.set("k", "v")
         with rallypoint.connect(server.url, AMPLE_S) as store:
             assert not relayed(store) and store.get("k") == b"v"
-        with Cutter(server.port) as relay:
+        with CuttingProxy(server.port) as relay:
             name(monkeypatch, relay.port, server.port, identity)
             with rallypoint.connect(server.url, AMPLE_S) as store:
                 assert relayed(store) and store.get("k") == b"v"
 
 
 @pytest.mark.needs("torch")
-def test_a_plain_pytorch_server_upstream_is_spoken_to_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch.distributed import TCPStore
-
+def test_a_plain_pytorch_server_upstream_is_reached_directly(monkeypatch: pytest.MonkeyPatch) -> None:
+    dist = importlib.import_module("torch.distributed")
     monkeypatch.setattr(search, "RELAY_S", 0.2)
-    pytorchs = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    pytorchs = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pytorchs.set("k", "v")
     with rallypoint.Relay(f"tcp://127.0.0.1:{pytorchs.port}") as relay:
         monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
@@ -166,7 +164,7 @@ def test_a_plain_pytorch_server_upstream_is_spoken_to_directly(monkeypatch: pyte
             assert store.get("k") == b"v"
 
 
-def test_all_that_was_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_lists_every_address_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     with nobody() as one, nobody() as other:
         name(monkeypatch, one, other)
         with pytest.raises(rallypoint.ConnectFailed) as caught:
@@ -177,8 +175,8 @@ def test_all_that_was_tried_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 # A relay without its server
 
 
-def test_a_relay_without_its_server_is_waited_for(
-    server: rallypoint.Server, relay: Cutter, monkeypatch: pytest.MonkeyPatch
+def test_a_client_waits_for_a_relay_without_a_server(
+    server: rallypoint.Server, relay: CuttingProxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Impostor(ACCEPTED) as alone:
         name(monkeypatch, alone.port, server.port)
@@ -187,12 +185,14 @@ def test_a_relay_without_its_server_is_waited_for(
         thread.start()
         until(lambda: alone.calls, lambda calls: calls > 2)
         assert not stores
-    thread.join(AMPLE_S)  # the relay has died: now the store itself will do
+    thread.join(AMPLE_S)  # the relay is gone: the client connects directly
     with stores[0] as store:
         assert not relayed(store) and store.add("n", 1) == 1
 
 
-def test_but_not_for_long(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relay_without_a_server_is_skipped_after_a_while(
+    server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(search, "RELAY_S", 0.2)
     with Impostor(ACCEPTED) as alone:
         name(monkeypatch, alone.port, server.port)
@@ -200,7 +200,7 @@ def test_but_not_for_long(server: rallypoint.Server, monkeypatch: pytest.MonkeyP
             assert not relayed(store) and store.add("m", 1) == 1 and alone.calls
 
 
-def test_real_relays_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_waits_until_a_real_relay_has_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
     port = net.free_port("127.0.0.1")
     with rallypoint.Relay(f"tcp://127.0.0.1:{port}") as relay:
         monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
@@ -222,16 +222,12 @@ def test_real_relays_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_byte(case: str, server: rallypoint.Server, relay: Cutter) -> None:
-    """Wherever the relay dies in a request or its answer, the request is carried out once, directly."""
+def test_every_byte(case: str, server: rallypoint.Server, relay: CuttingProxy) -> None:
+    """Wherever the relay dies in a request or its reply, the request is executed once, directly."""
     tried = CASES[case]
     with direct(server.port) as plain:
-        plain.delete_prefix("")
-        tried.prepare(plain)
         with rallypoint.connect(server.url, AMPLE_S) as store:
-            before = dict(relay.passed)
-            assert tried.act(store) == tried.returns
-            sizes = {way: relay.passed[way] - before[way] for way in (UP, DOWN)}
+            sizes = measure(tried, plain, store, relay)
         for way in (UP, DOWN):
             for after in range(sizes[way] + 1):
                 plain.delete_prefix("")
@@ -248,7 +244,7 @@ def test_every_byte(case: str, server: rallypoint.Server, relay: Cutter) -> None
 
 
 @pytest.mark.parametrize("name", BLOCKED)
-def test_a_blocked_call_goes_on(name: str, server: rallypoint.Server, relay: Cutter) -> None:
+def test_a_blocked_call_continues(name: str, server: rallypoint.Server, relay: CuttingProxy) -> None:
     act, release, returns = BLOCKED[name]
     with direct(server.port) as plain, rallypoint.connect(server.url, AMPLE_S) as store:
         results: list[Any] = []
@@ -262,7 +258,7 @@ def test_a_blocked_call_goes_on(name: str, server: rallypoint.Server, relay: Cut
         assert results == [returns]
 
 
-def test_an_idle_client_keeps_its_lease_and_its_session(server: rallypoint.Server, relay: Cutter) -> None:
+def test_an_idle_client_keeps_its_lease_and_its_session(server: rallypoint.Server, relay: CuttingProxy) -> None:
     with direct(server.port) as plain, rallypoint.connect(server.url, AMPLE_S) as store:
         store.lease("mine", "v")
         own = session(store)
@@ -272,7 +268,7 @@ def test_an_idle_client_keeps_its_lease_and_its_session(server: rallypoint.Serve
         assert [one["here"] for one in server.statistics()["sessions"] if one["leases"] == ["/mine"]] == [True]
 
 
-def test_a_cut_by_the_relay_is_mended_there(server: rallypoint.Server, relay: Cutter) -> None:
+def test_after_a_cut_the_client_reconnects_to_the_relay(server: rallypoint.Server, relay: CuttingProxy) -> None:
     with rallypoint.connect(server.url, AMPLE_S) as store:
         for number in range(1, 4):
             relay.cut_all()
@@ -280,14 +276,16 @@ def test_a_cut_by_the_relay_is_mended_there(server: rallypoint.Server, relay: Cu
         assert relayed(store) and relay.connections == 4
 
 
-def test_another_store_that_takes_the_relays_port_ends_nothing(server: rallypoint.Server, relay: Cutter) -> None:
+def test_another_store_that_takes_the_relays_port_ends_no_session(
+    server: rallypoint.Server, relay: CuttingProxy
+) -> None:
     with rallypoint.Server() as other, rallypoint.connect(server.url, AMPLE_S) as store:
         store.lease("mine", "v")
         relay.redirect(other.port)
         assert store.get("mine") == b"v" and not relayed(store)
 
 
-def test_a_fork_begins_at_the_relay_again(server: rallypoint.Server, relay: Cutter) -> None:
+def test_a_fork_begins_at_the_relay_again(server: rallypoint.Server, relay: CuttingProxy) -> None:
     with rallypoint.connect(server.url, AMPLE_S) as store:
         relay.cut_all()
         relay.refusing = True
@@ -314,16 +312,16 @@ WORK = """
 import sys, rallypoint
 store = rallypoint.connect(sys.argv[1], 60)
 store.lease("mine", "v")
-print(store._backend._wire._core.session.hex(), flush=True)
+print(store._backend._session._connection.core.session.hex(), flush=True)
 for line in sys.stdin:
     print(store.add("n", 1), store._backend._route.relayed, flush=True)
-print(store._backend._wire._core.session.hex(), flush=True)
+print(store._backend._session._connection.core.session.hex(), flush=True)
 """
 
 
 @pytest.mark.parametrize("unix", [False, True])
-def test_a_real_relay_that_is_killed(unix: bool, tmp_path: Path) -> None:
-    """It is not followed by another, for its supervisor is killed with it: the worker's session goes on directly."""
+def test_the_session_continues_directly_when_a_real_relay_is_killed(unix: bool, tmp_path: Path) -> None:
+    """It is not replaced, because its supervisor is killed with it: the worker's session continues directly."""
     path = [tmp_path / "relay"] if unix else []
     with rallypoint.Server(grace=AMPLE_S) as server, script(OWNER, server.url, *path) as owner:
         environ = json.loads(read_line(owner))
@@ -348,15 +346,15 @@ def test_a_real_relay_that_is_killed(unix: bool, tmp_path: Path) -> None:
 
 @pytest.fixture
 def stopped(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], int]]:
-    """A real relay in the environment, and a way to stop it, which clients soon notice; it goes on in the end."""
+    """A function that stops a real relay, which clients soon notice; at the end it continues."""
     with rallypoint.Relay(server.url) as relay:
         monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
         until(relay.statistics, lambda facts: bool(facts["upstream_connected"]))
 
         def stop() -> int:
             os.kill(relay.pid, signal.SIGSTOP)
-            monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", 0.1)
-            monkeypatch.setattr(peer_check, "RELAY_PROBE_S", 0.5)
+            monkeypatch.setattr(hang_check, "RELAY_SILENCE_S", 0.1)
+            monkeypatch.setattr(hang_check, "RELAY_PROBE_S", 0.5)
             return relay.pid
 
         try:
@@ -366,7 +364,7 @@ def stopped(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> Itera
 
 
 @pytest.mark.parametrize("how", ["idle", "blocked", "asking"])
-def test_a_relay_that_is_stopped_is_left_with_the_session(
+def test_the_session_moves_away_from_a_stopped_relay(
     how: str, server: rallypoint.Server, stopped: Callable[[], int]
 ) -> None:
     with direct(server.port) as plain, rallypoint.connect(server.url, AMPLE_S) as store:
@@ -388,32 +386,35 @@ def test_a_relay_that_is_stopped_is_left_with_the_session(
         assert store.add("n", 1) == 1 + (how == "asking") and plain.get("mine") == b"v" and session(store) == own
 
 
-def test_what_a_stopped_relay_sends_on_later_is_not_done_twice(
+def test_requests_that_a_stopped_relay_forwards_later_are_not_executed_twice(
     server: rallypoint.Server, stopped: Callable[[], int]
 ) -> None:
     with direct(server.port) as plain, rallypoint.connect(server.url, AMPLE_S) as store:
         relay = stopped()
         assert [store.add("n", 1) for _ in range(3)] == [1, 2, 3]
         os.kill(relay, signal.SIGCONT)
-        with rallypoint.connect(server.url, AMPLE_S) as later:  # by the relay, behind what it had to send on
+        # Through the relay, behind the requests that it forwards now.
+        with rallypoint.connect(server.url, AMPLE_S) as later:
             assert relayed(later) and later.add("n", 1) == 4
         assert plain.add("n", 0) == 4 and store.add("n", 1) == 5
 
 
-def test_a_relay_that_is_alone_is_not_left(server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its server is away, or slow: it answers for itself."""
+def test_a_relay_without_its_server_keeps_its_clients(
+    server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While its server is down or slow, the relay itself answers probes."""
     probed = threading.Semaphore(0)
-    probe = peer_check.answers
+    probe = dial.serves
 
-    def answers(*where: Any) -> bool:
+    def serves(*where: Any) -> bool:
         answered = probe(*where)
         assert answered
         probed.release()
         return answered
 
-    monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", 0.0)
-    monkeypatch.setattr(peer_check, "RELAY_PROBE_S", AMPLE_S)
-    monkeypatch.setattr(peer_check, "answers", answers)
+    monkeypatch.setattr(hang_check, "RELAY_SILENCE_S", 0.0)
+    monkeypatch.setattr(hang_check, "RELAY_PROBE_S", AMPLE_S)
+    monkeypatch.setattr(hang_check, "serves", serves)
     with rallypoint.Relay(server.url) as relay:
         monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
         with rallypoint.connect(server.url, AMPLE_S) as store:
@@ -430,11 +431,11 @@ def test_a_relay_that_is_alone_is_not_left(server: rallypoint.Server, monkeypatc
 # asyncio
 
 
-def test_asyncio_clients_leave_a_relay_that_is_stopped(
+def test_asyncio_sessions_move_away_from_a_stopped_relay(
     server: rallypoint.Server, stopped: Callable[[], int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(peer_check, "RELAY_SILENCE_S", 0.1)
-    monkeypatch.setattr(peer_check, "RELAY_PROBE_S", AMPLE_S)
+    monkeypatch.setattr(hang_check, "RELAY_SILENCE_S", 0.1)
+    monkeypatch.setattr(hang_check, "RELAY_PROBE_S", AMPLE_S)
 
     async def main() -> None:
         async with await aio.connect(server.url, AMPLE_S) as store:
@@ -452,7 +453,9 @@ def test_asyncio_clients_leave_a_relay_that_is_stopped(
     asyncio.run(main())
 
 
-def test_asyncio_clients_do_the_same(server: rallypoint.Server, relay: Cutter) -> None:
+def test_asyncio_sessions_begin_at_the_relay_and_continue_directly(
+    server: rallypoint.Server, relay: CuttingProxy
+) -> None:
     async def main() -> None:
         async with await aio.connect(server.url, AMPLE_S) as store:
             own = store._session._core.session
@@ -472,7 +475,7 @@ def test_asyncio_clients_do_the_same(server: rallypoint.Server, relay: Cutter) -
 
 
 @pytest.mark.parametrize("says", [ACCEPTED, PREFACE[-len(ACCEPTED) :], b"HTTP"])
-def test_asyncio_clients_pass_over_what_is_no_relay(
+def test_asyncio_clients_skip_a_port_that_is_no_relay(
     says: bytes, server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(search, "RELAY_S", 0.2)
@@ -487,7 +490,7 @@ def test_asyncio_clients_pass_over_what_is_no_relay(
         assert other.calls
 
 
-def test_asyncio_clients_know_another_store_by_its_identity(
+def test_asyncio_clients_recognize_another_store_by_its_identity(
     server: rallypoint.Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def main(identity: bytes) -> None:
@@ -521,25 +524,25 @@ def test_asyncio_clients_by_a_unix_socket(
 @pytest.mark.parametrize(
     ("value", "says"),
     [
-        ("tcp://127.0.0.1:4711", "it does not say whose relay that is: give ?upstream=host:port"),
-        ("tcp://127.0.0.1:4711?upstream=", "it does not say whose relay that is"),
-        ("127.0.0.1:4711?upstream=h:1", "a relay is at tcp://host:port or unix:///path"),
-        ("http://h:1?upstream=h:1", "a relay is at tcp://host:port or unix:///path"),
-        ("unix://relative?upstream=h:1", "a relay is at tcp://host:port or unix:///path"),
-        ("tcp://?upstream=h:1", "a relay is at tcp://host:port or unix:///path"),
+        ("tcp://127.0.0.1:4711", "the store of the relay is missing: add ?upstream=host:port"),
+        ("tcp://127.0.0.1:4711?upstream=", "the store of the relay is missing"),
+        ("127.0.0.1:4711?upstream=h:1", "a relay's address is tcp://host:port or unix:///path"),
+        ("http://h:1?upstream=h:1", "a relay's address is tcp://host:port or unix:///path"),
+        ("unix://relative?upstream=h:1", "a relay's address is tcp://host:port or unix:///path"),
+        ("tcp://?upstream=h:1", "a relay's address is tcp://host:port or unix:///path"),
         ("tcp://127.0.0.1?upstream=h:1", "the relay's port is missing"),
         ("tcp://127.0.0.1:0?upstream=h:1", "the relay's port is missing"),
         ("tcp://127.0.0.1:99999?upstream=h:1", "'127.0.0.1:99999' does not end with a port number"),
         ("tcp://127.0.0.1:1?upstream=h:x", "'h:x' does not end with a port number"),
-        ("tcp://127.0.0.1:1?upstream=h:1&downstream=h:2", "'downstream' is not an option"),
+        ("tcp://127.0.0.1:1?upstream=h:1&downstream=h:2", "unknown option 'downstream'"),
         ("tcp://127.0.0.1:1?upstream=h:1&identity=xyz", "non-hexadecimal number"),
+        ("tcp://127.0.0.1:1?upstream=etcd://h:1/x&servers=h:2", "servers need a store in etcd and its identity"),
+        ("tcp://127.0.0.1:1?upstream=h:1&identity=ab&servers=h:2", "servers need a store in etcd"),
         ("tcp://127.0.0.1:1?upstream", "bad query field: 'upstream'"),
-        ("unix:///" + "x" * 200 + "?upstream=h:1", "has 201 bytes; a Unix socket's has 107 at most"),
+        ("unix:///" + "x" * 200 + "?upstream=h:1", "has 201 bytes; the limit for a Unix socket is 107"),
     ],
 )
-def test_a_variable_that_makes_no_sense_is_an_error_that_quotes_it(
-    value: str, says: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_variable_is_an_error_that_quotes_it(value: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, value)
     for call in (
         lambda: rallypoint.connect("tcp://127.0.0.1:1", 0.1),
@@ -563,7 +566,7 @@ def test_an_empty_variable_names_none(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("identity", [b"", b"\x00\xff" * 8])
 @pytest.mark.parametrize("place", ["tcp://[::1]:4711", "tcp://h:1", "unix:///run/a b?c#d%/ü"])
-def test_what_a_relay_says_of_itself_is_understood(
+def test_the_variable_that_a_relay_prints_is_parsed(
     place: str, identity: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     endpoints = net.parse_endpoints("Head.example.:29400,[fe80::1]:5", 0)

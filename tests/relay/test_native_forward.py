@@ -1,4 +1,4 @@
-"""Native clients of a relay, before a server that does what the test says: flow control, ends, greetings of a round."""
+"""Native clients of a relay with a fake server: flow control, ends of connections, and hellos of a round."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rallypoint.protocol import native
 from rallypoint.protocol.channels import WINDOW, shared_frames
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Hello, decode_hello, frame
 from rallypoint.relay import native_forward
-from rallypoint.relay.native_forward import HELLO_BYTES, RoundName
+from rallypoint.relay.native_forward import HELLO_BYTES, RoundPortName
 from rallypoint.relay.server import RelayServer
 from rallypoint.server.settings import Settings
 
@@ -42,7 +42,7 @@ async def relaying(connect: bool = True) -> AsyncIterator[tuple[RelayServer, Fak
 
 
 class Client:
-    """A client of ours that speaks bytes."""
+    """A native client that sends raw bytes."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader, self.writer = reader, writer
@@ -55,8 +55,12 @@ class Client:
             assert await client.reader.readexactly(4) == ACCEPTED
         return client
 
+    @classmethod
+    async def dial_two(cls, port: int) -> tuple[Client, Client]:
+        return await cls.dial(port), await cls.dial(port)
+
     async def ends(self) -> bytes:
-        """Return what comes until the relay hangs up."""
+        """Return the bytes received until the relay closes the connection."""
         with contextlib.suppress(ConnectionError):
             return await self.reader.read()
         return b""
@@ -66,13 +70,13 @@ class Client:
 
 
 def port_of(relay: RelayServer) -> int:
-    return int(relay.sockets[0].getsockname()[1])
+    return int(relay.listener.sockets[0].getsockname()[1])
 
 
 @in_loop
-async def test_bytes_pass_unread() -> None:
+async def test_bytes_are_forwarded_without_decoding() -> None:
     async with relaying() as (relay, server):
-        one, other = await Client.dial(port_of(relay)), await Client.dial(port_of(relay))
+        one, other = await Client.dial_two(port_of(relay))
         one.writer.write(b"\0whatever")
         await server.until(lambda: server.link.data == {1: b"\0whatever"})
         other.writer.write(b"else")
@@ -101,21 +105,21 @@ async def test_a_preface_in_pieces_with_a_hello_behind_it() -> None:
 @in_loop
 async def test_a_client_that_does_not_read_stops_its_own_channel() -> None:
     async with relaying() as (relay, server):
-        slow, quick = await Client.dial(port_of(relay)), await Client.dial(port_of(relay))
+        slow, quick = await Client.dial_two(port_of(relay))
         slow.writer.write(b"x")
         await server.until(lambda: server.link.data)
         quick.writer.write(b"y")
         await server.until(lambda: len(server.link.data) == 2)
         answer, said, quiet = random.Random(3).randbytes(24 * MIB), 0, 0
-        while quiet < 20:  # round trips of the other channel in which nothing is taken on this one
+        while quiet < 20:  # round trips on the other channel, without a read on this one
             given = WINDOW + server.link.credit.get(1, 0)
             quiet = quiet + 1 if said == given else 0
-            server.link.says(1, answer[said:given])  # as a server does: never beyond what it has credit for
+            server.link.says(1, answer[said:given])  # as a server does: never beyond its credit
             said = given
             server.link.says(2, b"quick")
             assert await quick.reader.readexactly(5) == b"quick"
         assert said < len(answer)
-        assert WINDOW // 2 < relay._held <= WINDOW + 65_536, "and what the transport takes as a matter of course"
+        assert WINDOW // 2 < relay.listener.memory.held <= WINDOW + 65_536, "and the buffer of the transport"
         reading = asyncio.ensure_future(slow.reader.readexactly(len(answer)))
         while said < len(answer):
             await server.until(lambda: WINDOW + server.link.credit[1] > said)  # noqa: B023
@@ -124,7 +128,7 @@ async def test_a_client_that_does_not_read_stops_its_own_channel() -> None:
             said = given
         got = await reading
         assert got == answer
-        assert not relay._held
+        assert not relay.listener.memory.held
         slow.close()
         quick.close()
 
@@ -132,7 +136,7 @@ async def test_a_client_that_does_not_read_stops_its_own_channel() -> None:
 @in_loop
 async def test_a_full_window_stops_reading_from_its_client() -> None:
     async with relaying() as (relay, server):
-        client, other = await Client.dial(port_of(relay)), await Client.dial(port_of(relay))
+        client, other = await Client.dial_two(port_of(relay))
         request = random.Random(4).randbytes(24 * MIB)
         client.writer.write(request)
         await server.until(lambda: len(server.link.data.get(1, b"")) == WINDOW)
@@ -140,21 +144,21 @@ async def test_a_full_window_stops_reading_from_its_client() -> None:
         await server.until(lambda: server.link.data.get(2) == b"goes on")
         assert len(server.link.data[1]) == WINDOW
         transport = client.writer.transport
-        assert transport.get_write_buffer_size() > 8 * MIB, "the relay has not taken it"
-        assert relay._held <= 2 * MIB
+        assert transport.get_write_buffer_size() > 8 * MIB, "the relay has not read it"
+        assert relay.listener.memory.held <= 2 * MIB
         granted = 0
         while len(server.link.data[1]) < len(request):
             server.link.grants(1, len(server.link.data[1]) - granted)
             before = granted = len(server.link.data[1])
             await server.until(lambda: len(server.link.data[1]) > before)  # noqa: B023
         assert server.link.data[1] == request
-        assert not relay._held
+        assert not relay.listener.memory.held
         client.close()
         other.close()
 
 
 @in_loop
-async def test_the_end_of_a_client_closes_its_channel_behind_its_last_words() -> None:
+async def test_a_disconnecting_clients_channel_is_closed_after_its_last_bytes() -> None:
     async with relaying() as (relay, server):
         client = await Client.dial(port_of(relay))
         client.writer.write(b"hello")
@@ -169,7 +173,7 @@ async def test_the_end_of_a_client_closes_its_channel_behind_its_last_words() ->
 @in_loop
 async def test_the_end_of_a_channel_closes_its_client() -> None:
     async with relaying() as (relay, server):
-        client, other = await Client.dial(port_of(relay)), await Client.dial(port_of(relay))
+        client, other = await Client.dial_two(port_of(relay))
         client.writer.write(b"x")
         await server.until(lambda: server.link.data)
         server.link.says(1, b"no")
@@ -180,18 +184,18 @@ async def test_the_end_of_a_channel_closes_its_client() -> None:
         server.link.hangs_up()
         assert await other.ends() == b""
         await is_connected(relay.upstream, times=2)
-        assert not relay.connections
+        assert not relay.listener.connections
 
 
 @in_loop
-async def test_a_client_that_comes_while_the_server_is_away_is_held() -> None:
+async def test_a_client_that_connects_during_an_outage_is_served_after_it() -> None:
     async with relaying(connect=False) as (relay, server):
         here, gone, many = [await Client.dial(port_of(relay)) for _ in range(3)]
         for client in (here, gone, many):
             client.writer.write(b"hello")
         many.writer.write(b"x" * (2 * WINDOW))
         gone.close()
-        while relay.connections > 2:
+        while relay.listener.connections > 2:
             await asyncio.sleep(0)
         await server.start()
         await is_connected(relay.upstream)
@@ -207,7 +211,7 @@ async def test_a_client_that_comes_while_the_server_is_away_is_held() -> None:
 
 
 @in_loop
-async def test_a_client_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_client_is_disconnected_when_an_outage_lasts_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_forward, "HOLD_S", 0.0)
     async with relaying(connect=False) as (relay, server):
         client = await Client.dial(port_of(relay), greets=False)
@@ -221,9 +225,9 @@ async def test_a_client_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @in_loop
-async def test_what_several_clients_share_comes_to_each() -> None:
+async def test_a_reply_for_several_channels_reaches_each_client() -> None:
     async with relaying() as (relay, server):
-        one, other = await Client.dial(port_of(relay)), await Client.dial(port_of(relay))
+        one, other = await Client.dial_two(port_of(relay))
         for client in (one, other):
             client.writer.write(b"hello")
         await server.until(lambda: len(server.link.data) == 2)
@@ -239,9 +243,10 @@ async def test_what_several_clients_share_comes_to_each() -> None:
 @in_loop
 async def test_a_client_that_says_nothing_is_dropped() -> None:
     async with relaying() as (relay, server):
-        relay.settings = Settings(greeting_s=0.0)
-        silent, here = await Client.dial(port_of(relay)), await Client.dial(port_of(relay))
+        silent, here = await Client.dial_two(port_of(relay))
         here.writer.write(b"hello")
+        await server.until(lambda: server.link.data == {1: b"hello"})
+        relay.listener.settings = Settings(greeting_s=0.0)
         assert await silent.ends() == b""
         here.writer.write(b"!")
         await server.until(lambda: server.link.data == {1: b"hello!"})
@@ -254,7 +259,7 @@ async def test_a_client_that_says_nothing_is_dropped() -> None:
 @in_loop
 async def test_a_hello_at_the_port_of_a_round_gets_its_namespace() -> None:
     async with relaying() as (relay, server):
-        port = relay.rounds.open(RoundName("run", 3, 7))
+        port = relay.rounds.open(RoundPortName("run", 3, 7))
         client = await Client.dial(port)
         hello = Hello(native.VERSION, "test", b"s" * 16, 5, b"secret", [b"former"], True, 9)
         for byte in frame(hello) + b"what ":
@@ -278,9 +283,9 @@ async def test_a_hello_at_the_port_of_a_round_gets_its_namespace() -> None:
         frame(Hello(native.VERSION, "test", run="run", scope=2)),
     ],
 )
-async def test_a_hello_that_cannot_be_is_dropped(bad: bytes) -> None:
+async def test_a_malformed_hello_ends_its_connection(bad: bytes) -> None:
     async with relaying() as (relay, server):
-        client = await Client.dial(relay.rounds.open(RoundName("run", 3, None)))
+        client = await Client.dial(relay.rounds.open(RoundPortName("run", 3, None)))
         client.writer.write(bad)
         assert await client.ends() == b""
         assert not server.link.data and relay.upstream.channels == 0
@@ -289,7 +294,7 @@ async def test_a_hello_that_cannot_be_is_dropped(bad: bytes) -> None:
 @in_loop
 async def test_a_hello_that_names_the_round_itself_passes() -> None:
     async with relaying() as (relay, server):
-        client = await Client.dial(relay.rounds.open(RoundName("run", 3, None)))
+        client = await Client.dial(relay.rounds.open(RoundPortName("run", 3, None)))
         client.writer.write(frame(Hello(native.VERSION, "test", run="run", scope=3)))
         await server.until(lambda: server.link.data)
         assert decode_hello(server.link.data[1][4:]).scope == 3

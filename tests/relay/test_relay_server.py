@@ -1,4 +1,4 @@
-"""A relay before a real server: sessions that survive cuts, many clients on one connection, rounds, and its pages."""
+"""A relay with a real server: sessions that survive cuts, many clients on one connection, rounds, and HTTP."""
 
 from __future__ import annotations
 
@@ -12,30 +12,29 @@ import socket
 import struct
 import threading
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cutter import Cutter
+from tests.cutting_proxy import CuttingProxy
+from tests.raw_peer import AMPLE_S, RawPeer, ServerProcess, until
 from tests.relay.relays import RelayThread, get, relay_process
-from tests.wire import AMPLE_S, Peer, Serving, until
+from tests.served import server_fixture
 
 import rallypoint
 from rallypoint import aio, net
 from rallypoint.core import ops
 from rallypoint.protocol import native
 from rallypoint.protocol.c10d import Opcode, encode, hello
-from rallypoint.relay import rounds
+from rallypoint.relay import round_ports
 from rallypoint.server.round_errors import TooLate, TooMany
 
 MIB = 1024 * 1024
 LONG_S = 1000.0
 
 
-@pytest.fixture
-def server() -> Iterator[rallypoint.Server]:
-    with rallypoint.Server(port=0) as serving:
-        yield serving
+server = server_fixture(port=0)
 
 
 @pytest.fixture
@@ -49,14 +48,14 @@ def connect(*ports: int) -> rallypoint.Store:
     return rallypoint.connect(f"tcp://{addresses}/{random.getrandbits(64):x}", timeout=AMPLE_S)
 
 
-def told(server: rallypoint.Server | int) -> Any:
-    """What the statistics say of a server, or of the one at a port."""
+def statistics_of(server: rallypoint.Server | int) -> Any:
+    """Return the statistics of a server, or of the server at a port."""
     port = server if isinstance(server, int) else server.port
     return json.loads(get(("127.0.0.1", port), "/statistics"))
 
 
 def in_threads(*works: Callable[[], object]) -> None:
-    """Do things side by side; raise what fails."""
+    """Run functions in threads; raise an error of any."""
     failed: list[BaseException] = []
 
     def run(work: Callable[[], object]) -> None:
@@ -77,20 +76,20 @@ def in_threads(*works: Callable[[], object]) -> None:
 
 
 def test_native_clients_share_one_connection(server: rallypoint.Server, relay: RelayThread) -> None:
-    before = told(server)["connections"]
+    before = statistics_of(server)["connections"]
     with connect(relay.port) as one, connect(relay.port) as other:
         one.set("key", "value")
-        assert told(server)["connections"] == before
+        assert statistics_of(server)["connections"] == before
         assert relay.statistics()["channels"] == 2
-        assert len(told(server)["sessions"]) == 2
+        assert len(statistics_of(server)["sessions"]) == 2
         assert one.add("n", 2) == 2 and other.add("n", 3) == 3, "each has a prefix of its own"
     until(lambda: relay.statistics()["channels"], lambda count: count == 0)
 
 
 def test_a_client_that_says_goodbye_leaves_no_session_behind(tmp_path: Path) -> None:
-    with Serving(tmp_path, grace_s=LONG_S) as server, RelayThread(server.address[1]) as relay:
+    with ServerProcess(tmp_path, grace_s=LONG_S) as server, RelayThread(server.address[1]) as relay:
         connect(relay.connected().port).close()
-        until(lambda: len(told(server.address[1])["sessions"]), lambda count: count == 0)
+        until(lambda: len(statistics_of(server.address[1])["sessions"]), lambda count: count == 0)
 
 
 def test_large_values_pass(relay: RelayThread) -> None:
@@ -105,8 +104,8 @@ def test_large_values_pass(relay: RelayThread) -> None:
         assert read == [True] and other.add("n", 0) == 100
 
 
-def test_a_client_that_reads_nothing_holds_up_nobody(server: rallypoint.Server, relay: RelayThread) -> None:
-    with rallypoint.connect(relay.url) as store, Peer(relay.address, greet=False) as silent:
+def test_a_client_that_never_reads_delays_no_other_client(server: rallypoint.Server, relay: RelayThread) -> None:
+    with rallypoint.connect(relay.url) as store, RawPeer(relay.address, greet=False) as silent:
         store.set("large", bytes(MIB))
         silent.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
         silent.send(_native_requests(b"/large", 64))
@@ -123,7 +122,7 @@ def _native_requests(key: bytes, times: int) -> bytes:
 
 def test_cuts_upstream_at_random_lose_and_repeat_nothing(server: rallypoint.Server) -> None:
     chance = random.Random(11)
-    with Cutter(server.port) as cutter, RelayThread(cutter.port) as relay:
+    with CuttingProxy(server.port) as cutter, RelayThread(cutter.port) as relay:
         relay.connected()
         stores = [connect(relay.port) for _ in range(2)]
         ended = threading.Event()
@@ -144,7 +143,7 @@ def test_cuts_upstream_at_random_lose_and_repeat_nothing(server: rallypoint.Serv
 
         def both() -> None:
             try:
-                in_threads(*(lambda store=store: work(store) for store in stores))  # type: ignore[misc]
+                in_threads(*(partial(work, store) for store in stores))
             finally:
                 ended.set()
 
@@ -154,7 +153,7 @@ def test_cuts_upstream_at_random_lose_and_repeat_nothing(server: rallypoint.Serv
             store.close()
 
 
-def test_a_server_that_is_stopped_for_a_while_is_waited_for() -> None:
+def test_clients_wait_for_a_stopped_server() -> None:
     with rallypoint.Server(port=0) as server, RelayThread(server.port) as relay:
         store = connect(relay.connected().port)
         waited: list[bytes] = []
@@ -173,38 +172,38 @@ def test_a_server_that_is_stopped_for_a_while_is_waited_for() -> None:
 
 
 def test_a_thousand_native_clients_are_one_connection_at_the_server() -> None:
-    async def work(url: str) -> None:
+    async def work(url: str, server: rallypoint.Server) -> None:
         stores = await asyncio.gather(*(aio.connect(url, timeout=AMPLE_S) for _ in range(1000)))
         assert sorted(await asyncio.gather(*(store.add("n", 1) for store in stores))) == list(range(1, 1001))
-        facts = await asyncio.to_thread(told, server)
-        assert facts["connections"] == 2, "the relay's, and that of this question"
+        facts = await asyncio.to_thread(statistics_of, server)
+        assert facts["connections"] == 2, "the relay's, and that of this request"
         assert len(facts["sessions"]) == 1000
         for store in stores:
             await store.close()
 
     net.raise_file_limit(4096)
     with rallypoint.Server(port=0) as server, RelayThread(server.port) as relay:
-        asyncio.run(work(relay.connected().url))
+        asyncio.run(work(relay.connected().url, server))
 
 
-def test_a_relay_that_is_killed_is_left_for_the_server_itself(server: rallypoint.Server) -> None:
+def test_clients_of_a_killed_relay_continue_at_the_server(server: rallypoint.Server) -> None:
     with relay_process(server.port) as (port, kill):
         store = connect(port, server.port)
         store.lease("mine", "here")
         waited: list[bytes] = []
         waiting = threading.Thread(target=lambda: waited.append(store.get("late")))
         waiting.start()
-        until(lambda: told(server)["sessions"][0]["waits_for"], bool)
+        until(lambda: statistics_of(server)["sessions"][0]["waits_for"], bool)
         kill()
         assert store.add("n", 1) == 1
         store.set("late", "value")
         waiting.join(AMPLE_S)
-        assert waited == [b"value"] and store.get("mine") == b"here", "the session went on"
-        assert len(told(server)["sessions"]) == 1
+        assert waited == [b"value"] and store.get("mine") == b"here", "the session continued"
+        assert len(statistics_of(server)["sessions"]) == 1
         store.close()
 
 
-def test_a_relay_that_comes_back_goes_on_with_its_clients_sessions(server: rallypoint.Server) -> None:
+def test_sessions_continue_at_a_restarted_relay(server: rallypoint.Server) -> None:
     with contextlib.ExitStack() as stack:
         port, kill = stack.enter_context(relay_process(server.port))
         store = stack.enter_context(connect(port))
@@ -217,8 +216,8 @@ def test_a_relay_that_comes_back_goes_on_with_its_clients_sessions(server: rally
 # PyTorch's clients
 
 
-def test_torch_clients_see_only_a_pause(server: rallypoint.Server) -> None:
-    with Cutter(server.port) as cutter, RelayThread(cutter.port) as relay:
+def test_torch_clients_survive_a_cut_of_the_relays_connection(server: rallypoint.Server) -> None:
+    with CuttingProxy(server.port) as cutter, RelayThread(cutter.port) as relay:
         with relay.connected().peer() as peer, relay.peer() as other:
             peer.work(5)
             peer.wait(b"/late")
@@ -239,8 +238,8 @@ def test_torch_and_native_clients_share_keys(relay: RelayThread) -> None:
 # Rounds
 
 
-def torch_at(port: int) -> Peer:
-    return Peer(("127.0.0.1", port))
+def torch_at(port: int) -> RawPeer:
+    return RawPeer(("127.0.0.1", port))
 
 
 def native_at(port: int) -> rallypoint.Store:
@@ -249,7 +248,7 @@ def native_at(port: int) -> rallypoint.Store:
 
 def test_a_round_has_a_namespace_of_its_own(server: rallypoint.Server, relay: RelayThread) -> None:
     port = relay.open_round("apart", 1, number=4)
-    assert relay.open_round("apart", 1) == port, "it is open already"
+    assert relay.open_round("apart", 1) == port, "the port of an open round is returned"
     with torch_at(port) as peer, native_at(port) as store, relay.peer() as outside:
         outside.set(b"/key", b"outside")
         peer.set(b"/key", b"inside")
@@ -258,7 +257,7 @@ def test_a_round_has_a_namespace_of_its_own(server: rallypoint.Server, relay: Re
         assert described[0] == "apart"
         expected = {"round": 4, "scope": 1, "port": port, "connections": 2}
         assert expected.items() <= described[1].items()
-        assert told(server)["rounds"] == 1
+        assert statistics_of(server)["rounds"] == 1
     assert relay.close_round("apart")
 
 
@@ -282,7 +281,7 @@ def test_a_later_round_closes_the_earlier_one(relay: RelayThread) -> None:
             stack.enter_context(torch_at(first))
         with torch_at(second) as later:
             later.send(encode(Opcode.CHECK, 1, b"/key"))
-            assert later.read(1) == b"\1", "nothing is left of the round before"
+            assert later.read(1) == b"\1", "the new round is empty"
     with pytest.raises(TooLate, match="a later round of 'again' has begun"):
         relay.open_round("again", 1)
     assert not relay.close_round("again", 1)
@@ -292,14 +291,14 @@ def test_a_later_round_closes_the_earlier_one(relay: RelayThread) -> None:
 def test_closing_a_round_closes_its_namespace_at_the_server(server: rallypoint.Server, relay: RelayThread) -> None:
     with torch_at(relay.open_round("run/1", 1)) as peer:
         peer.set(b"/key", b"value")
-        assert told(server)["rounds"] == 1
+        assert statistics_of(server)["rounds"] == 1
         assert relay.close_round("run/1")
         assert peer.rest() == b""
-    assert told(server)["rounds"] == 0
+    assert statistics_of(server)["rounds"] == 0
 
 
-def test_a_round_is_closed_here_while_the_server_is_away(server: rallypoint.Server) -> None:
-    with Cutter(server.port) as cutter, RelayThread(cutter.port) as relay:
+def test_a_round_is_closed_at_the_relay_during_an_outage(server: rallypoint.Server) -> None:
+    with CuttingProxy(server.port) as cutter, RelayThread(cutter.port) as relay:
         port = relay.connected().open_round("away", 1)
         cutter.go_down()
         assert relay.close_round("away")
@@ -307,8 +306,8 @@ def test_a_round_is_closed_here_while_the_server_is_away(server: rallypoint.Serv
             torch_at(port)
 
 
-def test_a_round_can_be_opened_while_the_server_is_away(server: rallypoint.Server) -> None:
-    with Cutter(server.port) as cutter:
+def test_a_round_can_be_opened_during_an_outage(server: rallypoint.Server) -> None:
+    with CuttingProxy(server.port) as cutter:
         cutter.go_down()
         with RelayThread(cutter.port) as relay, torch_at(relay.open_round("early", 1)) as peer:
             peer.send(encode(Opcode.ADD, b"/n", 5))
@@ -317,7 +316,7 @@ def test_a_round_can_be_opened_while_the_server_is_away(server: rallypoint.Serve
             relay.close_round("early")
 
 
-def test_a_port_that_is_asked_for_is_used_where_it_is_free(relay: RelayThread) -> None:
+def test_a_requested_port_is_used_if_it_is_free(relay: RelayThread) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         assert relay.open_round("taken", 1, port=port) != port
@@ -327,7 +326,7 @@ def test_a_port_that_is_asked_for_is_used_where_it_is_free(relay: RelayThread) -
 
 
 def test_rounds_are_bounded(relay: RelayThread, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "MAX_ROUNDS", 2)
+    monkeypatch.setattr(round_ports, "MAX_ROUNDS", 2)
     with torch_at(relay.open_round("one", 1)) as one:
         one.ping()
         relay.open_round("two", 1)
@@ -366,14 +365,14 @@ def test_pages(server: rallypoint.Server, relay: RelayThread) -> None:
     assert facts["upstream_connected"] is True and facts["upstream_why"] == ""
     assert facts["torch_clients"] == 2 and facts["requests_asked"] >= 2 and facts["channels"] == 2
     assert min(facts[name] for name in ("frames_sent", "frames_received", "bytes_sent", "bytes_received")) > 0
-    assert "The state is in tcp://" in get(relay.address, "/")
+    assert f"relays tcp://127.0.0.1:{server.port}" in get(relay.address, "/")
 
 
 def test_rounds_by_http(relay: RelayThread) -> None:
     wanted = net.free_port("127.0.0.1")
     port = json.loads(get(relay.address, f"/rounds/by%20http/3?round=1&port={wanted}", "PUT"))["port"]
     assert port == wanted
-    assert get(relay.address, "/rounds/by%20http/4?port=65536", "PUT") == "there is no such port\n"
+    assert get(relay.address, "/rounds/by%20http/4?port=65536", "PUT") == "port out of range: at most 65535\n"
     with torch_at(port) as peer:
         peer.work(1)
     assert "a later round of 'by http' has begun" in get(relay.address, "/rounds/by%20http/2", "PUT")
@@ -384,16 +383,16 @@ def test_a_round_may_be_open_to_other_nodes(relay: RelayThread) -> None:
     other = "127.0.0.9"  # where the relay itself does not listen
     here = json.loads(get(relay.address, "/rounds/here/1", "PUT"))["port"]
     everywhere = json.loads(get(relay.address, "/rounds/everywhere/1?everywhere=1", "PUT"))["port"]
-    with Peer((other, everywhere)) as peer:
+    with RawPeer((other, everywhere)) as peer:
         peer.work(1)
     with pytest.raises(ConnectionRefusedError):
-        Peer((other, here))
+        RawPeer((other, here))
     for run in ("here", "everywhere"):
         relay.close_round(run)
 
 
-def test_health_says_since_when_the_server_is_away_and_why(server: rallypoint.Server) -> None:
-    with Cutter(server.port) as cutter, RelayThread(cutter.port) as relay:
+def test_health_reports_how_long_the_server_has_been_away_and_why(server: rallypoint.Server) -> None:
+    with CuttingProxy(server.port) as cutter, RelayThread(cutter.port) as relay:
         relay.connected()
         cutter.go_down()
         away = f"no connection to the server at 127.0.0.1:{cutter.port} for "
@@ -401,7 +400,7 @@ def test_health_says_since_when_the_server_is_away_and_why(server: rallypoint.Se
         until(lambda: get(relay.address, "/healthz"), lambda text: text.startswith(away) and text.endswith(why))
         facts = relay.statistics()
         assert facts["upstream_connected"] is False and facts["trouble"] in why
-        assert "It does not answer now: refused" in get(relay.address, "/")
+        assert f"trouble: {away.strip()}" in get(relay.address, "/")
         cutter.come_back()
         until(lambda: get(relay.address, "/healthz"), lambda text: text == "ok\n")
 
@@ -425,12 +424,12 @@ def test_unix_sockets(server: rallypoint.Server, tmp_path: Path) -> None:
 
 
 def test_the_end_of_a_relay_ends_its_clients_and_its_session(tmp_path: Path) -> None:
-    with Serving(tmp_path, grace_s=LONG_S) as server:
+    with ServerProcess(tmp_path, grace_s=LONG_S) as server:
         port = server.address[1]
         with RelayThread(port) as relay:
             peer = relay.connected().peer()
             peer.set(b"/key", b"value")
-            assert len(told(port)["sessions"]) == 1
+            assert len(statistics_of(port)["sessions"]) == 1
         assert peer.rest() == b""
         peer.close()
-        until(lambda: len(told(port)["sessions"]), lambda count: count == 0)
+        until(lambda: len(statistics_of(port)["sessions"]), lambda count: count == 0)

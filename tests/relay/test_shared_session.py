@@ -1,28 +1,28 @@
-"""A session that many clients share, against a real server: whose an item of a queue is, and what is repeated."""
+"""A session that many clients share, with a real server: who owns a popped item, and what is repeated."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.core.fakes import items_of, value_of, waiting
+from tests.core.fake_server import items_of, value_of, waiting
 
 from rallypoint.core import ops
 from rallypoint.protocol import BadMessage
-from rallypoint.protocol.client import CONFIRM_EVERY, Reply
-from rallypoint.relay import shared_session
-from rallypoint.relay.torch_client import TorchClient
+from rallypoint.protocol.native_client import CONFIRM_EVERY, Reply
+from rallypoint.relay.torch import shared_session
+from rallypoint.relay.torch.client import TorchClient
 
-from .lossy import World
+from .lossy_relays import LossySimulation
 
 Q, N = b"/q", b"/n"
 
 
 class Shared:
-    """One relay with two clients, whose line is in the hands of the test."""
+    """One relay with two clients; the test controls its line to the server."""
 
     def __init__(self) -> None:
-        self.world = World(0, relays=1)
+        self.world = LossySimulation(0, relays=1)
         (self.relay,) = self.world.relays
         self.world.run_until_quiet()
         self.shared = self.relay.shared
@@ -30,7 +30,7 @@ class Shared:
         self.world.direct(ops.Push(0, Q, b"item"))
 
     def exchange(self) -> list[Reply]:
-        """Send what is to be sent; return what is answered, for the test to take."""
+        """Send the queued requests; return the replies, which the test delivers."""
         self.relay._line.receive(self.shared.send(1 << 20))
         data, self.relay._down = self.relay._down, b""
         return self.shared.core.receive(data)
@@ -42,13 +42,13 @@ class Shared:
     def hears(self, client: TorchClient) -> list[Any]:
         heard = []
         while (call := client.next_reply()) is not None:
-            if call.op.__class__ is ops.Draw:
+            if call.op.__class__ is ops.TurnPop:
                 self.shared.delivered(call.request)
             heard.append(call.answer)
         return heard
 
     def confirm_much(self) -> None:
-        """Let another client ask so much that the relay has to confirm."""
+        """Let another client send so many requests that the relay has to confirm."""
         for _ in range(2 * CONFIRM_EVERY):
             self.b.ask(ops.Set(0, N, b""), 1)
             self.take(self.exchange())
@@ -58,9 +58,9 @@ class Shared:
         return items_of(self.world.engine, Q)
 
 
-def test_an_item_that_was_not_delivered_is_not_confirmed() -> None:
+def test_an_undelivered_item_is_not_confirmed() -> None:
     table = Shared()
-    table.a.ask(ops.Draw(0, Q), 1)
+    table.a.ask(ops.TurnPop(0, Q), 1)
     table.take(table.exchange())
     table.confirm_much()
     table.a.end()
@@ -68,9 +68,9 @@ def test_an_item_that_was_not_delivered_is_not_confirmed() -> None:
     assert table.items == [b"item"]
 
 
-def test_an_item_that_was_delivered_is_confirmed_at_once() -> None:
+def test_a_delivered_item_is_confirmed_at_once() -> None:
     table = Shared()
-    table.a.ask(ops.Draw(0, Q), 1)
+    table.a.ask(ops.TurnPop(0, Q), 1)
     table.take(table.exchange())
     assert [drawn.item for drawn in table.hears(table.a)] == [b"item"]
     table.exchange()
@@ -80,25 +80,25 @@ def test_an_item_that_was_delivered_is_confirmed_at_once() -> None:
     assert table.items == []
 
 
-def test_the_answer_of_what_is_about_to_be_given_up_is_not_confirmed() -> None:
+def test_the_reply_to_a_call_being_dropped_is_not_confirmed() -> None:
     table = Shared()
-    table.a.ask(ops.Draw(0, Q), 1)
+    table.a.ask(ops.TurnPop(0, Q), 1)
     replies = table.exchange()
-    table.b.ask(ops.Set(0, N, b"1"), 1)  # which goes before the `Drop`, and would bring a confirmation with it
+    table.b.ask(ops.Set(0, N, b"1"), 1)  # sent before the `Drop`, and could carry a confirmation
     table.a.end()
     table.take(replies)
     table.exchange()
     assert table.items == [b"item"]
 
 
-def test_what_was_answered_is_not_delivered_again_after_a_cut() -> None:
+def test_a_reply_is_not_delivered_again_after_a_cut() -> None:
     table = Shared()
-    table.a.ask(ops.Draw(0, Q), 1)
+    table.a.ask(ops.TurnPop(0, Q), 1)
     table.a.ask(ops.Add(0, N, 1), 1)
     replies = table.exchange()
     table.take(replies)
     table.relay.cut()
-    table.world.run_until_quiet()  # the item is still unconfirmed, so the server says it again
+    table.world.run_until_quiet()  # the item is still unconfirmed, so the server repeats it
     table.take(replies)
     heard = table.hears(table.a)
     assert [heard[0].item, heard[1]] == [b"item", 1] and len(heard) == 2
@@ -120,10 +120,10 @@ def test_a_wait_whose_answer_crossed_its_repetition_is_not_left_behind() -> None
     assert table.hears(table.a) == [None] and waiting(table.world.engine) == 0
 
 
-def test_no_more_is_under_way_than_the_server_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_session, "MAX_UNDER_WAY", 10)
+def test_requests_in_flight_are_limited_to_what_the_server_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_session, "MAX_IN_FLIGHT", 10)
     table = Shared()
-    table.b.ask(ops.Await(0, b"/never"), 1)  # waits do not count
+    table.b.ask(ops.WaitOrTurn(0, b"/never"), 1)  # waits do not count
     for _ in range(25):
         table.a.ask(ops.Append(0, N, b"."), 1)
     for done in (10, 20, 25):
@@ -134,9 +134,9 @@ def test_no_more_is_under_way_than_the_server_keeps(monkeypatch: pytest.MonkeyPa
     assert len(table.hears(table.a)) == 25
 
 
-def test_an_item_that_is_none_is_a_malformed_reply() -> None:
+def test_a_pop_reply_that_is_not_an_item_is_malformed() -> None:
     table = Shared()
-    table.a.ask(ops.Draw(0, Q), 1)
+    table.a.ask(ops.TurnPop(0, Q), 1)
     (reply,) = table.exchange()
     with pytest.raises(BadMessage, match="not an item of a queue: 7"):
         table.shared.take(Reply(reply.number, 0, 7))

@@ -1,4 +1,4 @@
-"""The session of a relay's PyTorch clients, and a server that is the test: greetings, refusals, absences."""
+"""The session of a relay's PyTorch clients: greetings, refusals, outages; the test plays the server."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from typing import Any
 import pytest
 
 from rallypoint import net
+from rallypoint.client import outage
 from rallypoint.core import ops
-from rallypoint.core.records import Status
+from rallypoint.core.records import ReplyStatus
 from rallypoint.protocol.native import VERSION, Frames, Hello, Welcome, decode_hello, decode_request, frame
-from rallypoint.relay import torch_session
-from rallypoint.relay.torch_session import MAX_CLOSED, TorchSession
-from rallypoint.relay.upstream import Upstream
-from rallypoint.store import outage
+from rallypoint.relay.torch import session as torch_session
+from rallypoint.relay.torch.session import MAX_CLOSED, TorchSession
+from rallypoint.relay.upstream.connection import Upstream
 
 from .fake_upstream import FakeServer, connected, in_loop
 
 K = b"/k"
 
 
-class Link:
+class FakeReceiver:
     """A client's connection without a socket."""
 
     def __init__(self, session: TorchSession) -> None:
         self.answers: list[Any] = []
         self.lost = ""
-        self.bell = asyncio.Event()
+        self.changed = asyncio.Event()
         self._session = session
         self.client = session.join(self)
 
@@ -41,20 +41,20 @@ class Link:
     def deliver(self) -> None:
         while (call := self.client.next_reply()) is not None:
             self.answers.append(call.answer)
-        self.bell.set()
+        self.changed.set()
 
     def session_lost(self, why: str) -> None:
         assert not self.lost
         self.lost = why
-        self.bell.set()
+        self.changed.set()
 
     def read_on(self) -> None:
         pass
 
     async def until(self, true: Any) -> None:
         while not true():
-            self.bell.clear()
-            await self.bell.wait()
+            self.changed.clear()
+            await self.changed.wait()
 
 
 class Speaker:
@@ -90,13 +90,13 @@ class Speaker:
 
     def welcome(self, session: bytes, grace_s: float = 60.0, recovery_s: float = 0.0) -> None:
         welcome = Welcome(VERSION, self.identity, session, grace_s, False, recovery_s=recovery_s)
-        self.says(frame((0, Status.OK, welcome)))
+        self.says(frame((0, ReplyStatus.OK, welcome)))
 
     def answers(self, number: int, result: Any) -> None:
-        self.says(frame((number, Status.OK, result)))
+        self.says(frame((number, ReplyStatus.OK, result)))
 
     def refuses(self, why: str) -> None:
-        self.says(frame((0, Status.REFUSED, (self.identity, why))))
+        self.says(frame((0, ReplyStatus.REFUSED, (self.identity, why))))
 
     def says(self, data: bytes) -> None:
         self.link.says(self.channel, data)
@@ -115,11 +115,18 @@ async def a_session(**more: Any) -> AsyncIterator[tuple[TorchSession, Speaker]]:
         session.close("the test ends")
 
 
+@contextlib.asynccontextmanager
+async def a_client() -> AsyncIterator[tuple[Speaker, FakeReceiver]]:
+    """A session with one client."""
+    async with a_session() as (session, speaker):
+        yield speaker, FakeReceiver(session)
+
+
 @in_loop
 async def test_the_session_begins_with_the_first_client_and_names_its_namespace() -> None:
     async with a_session(run="job", scope=7, round=2) as (session, speaker):
         assert not speaker.server.link.data
-        link = Link(session)
+        link = FakeReceiver(session)
         hello = await speaker.open()
         assert (hello.run, hello.scope, hello.round, hello.opens, hello.attempt) == ("job", 7, 2, True, 1)
         assert len(hello.session) == 16
@@ -133,7 +140,7 @@ async def test_the_session_begins_with_the_first_client_and_names_its_namespace(
 @in_loop
 async def test_a_lost_welcome_opens_no_second_session() -> None:
     async with a_session() as (session, speaker):
-        Link(session)
+        FakeReceiver(session)
         first = await speaker.hello()
         speaker.link.hangs_up()
         again = await speaker.hello()
@@ -141,9 +148,8 @@ async def test_a_lost_welcome_opens_no_second_session() -> None:
 
 
 @in_loop
-async def test_what_was_not_answered_is_repeated_by_its_number() -> None:
-    async with a_session() as (session, speaker):
-        link = Link(session)
+async def test_unanswered_requests_are_repeated_with_their_numbers() -> None:
+    async with a_client() as (speaker, link):
         first = await speaker.open()
         link.ask(ops.Add(0, K, 1))
         sent = await speaker.requests()
@@ -157,11 +163,11 @@ async def test_what_was_not_answered_is_repeated_by_its_number() -> None:
 
 
 @in_loop
-async def test_what_is_asked_meanwhile_is_merged_and_sent_behind_the_welcome() -> None:
+async def test_requests_before_the_welcome_are_merged_and_sent_after_it() -> None:
     async with a_session() as (session, speaker):
-        links = [Link(session) for _ in range(3)]
+        links = [FakeReceiver(session) for _ in range(3)]
         await speaker.open()
-        links[0].ask(ops.Await(0, b"/other"))
+        links[0].ask(ops.WaitOrTurn(0, b"/other"))
         await speaker.requests()
         speaker.link.hangs_up()
         hello = await speaker.hello()
@@ -171,19 +177,19 @@ async def test_what_is_asked_meanwhile_is_merged_and_sent_behind_the_welcome() -
         requests = await speaker.requests()
         while len(requests) < 2:
             requests += await speaker.requests()
-        assert [type(request).__name__ for request in requests] == ["Await", "Add"]
+        assert [type(request).__name__ for request in requests] == ["WaitOrTurn", "Add"]
         assert requests[1].amount == 4
 
 
 @in_loop
-async def test_an_answer_that_is_not_whole_is_counted() -> None:
+async def test_a_partial_reply_is_counted() -> None:
     async with connected() as (upstream, server):
         session, speaker = TorchSession(upstream), Speaker(server)
-        link = Link(session)
+        link = FakeReceiver(session)
         await speaker.open()
         link.ask(ops.Peek(0, K))
         (request,) = await speaker.requests()
-        answer = frame((request.number, Status.OK, b"v" * 100_000))
+        answer = frame((request.number, ReplyStatus.OK, b"v" * 100_000))
         speaker.says(answer[:60_000])
         while not upstream.held_bytes:
             await asyncio.sleep(0)
@@ -199,9 +205,9 @@ async def test_an_answer_that_is_not_whole_is_counted() -> None:
 @in_loop
 async def test_clients_of_a_session_that_is_unknown_are_disconnected(identity: bytes) -> None:
     async with a_session() as (session, speaker):
-        link = Link(session)
+        link = FakeReceiver(session)
         first = await speaker.open()
-        link.ask(ops.Await(0, K))
+        link.ask(ops.WaitOrTurn(0, K))
         await speaker.requests()
         speaker.link.hangs_up()
         await speaker.hello()
@@ -209,7 +215,7 @@ async def test_clients_of_a_session_that_is_unknown_are_disconnected(identity: b
         speaker.refuses("unknown session")
         await link.until(lambda: link.lost)
         assert "unknown session" in link.lost and session.clients == 0
-        later = Link(session)
+        later = FakeReceiver(session)
         fresh = await speaker.open()
         assert fresh.session != first.session and fresh.opens
         later.ask(ops.Set(0, K, b""))
@@ -218,8 +224,7 @@ async def test_clients_of_a_session_that_is_unknown_are_disconnected(identity: b
 
 @in_loop
 async def test_clients_whose_session_is_refused_are_disconnected() -> None:
-    async with a_session() as (session, speaker):
-        link = Link(session)
+    async with a_client() as (speaker, link):
         await speaker.hello()
         speaker.refuses("a later round of 'job' has begun")
         await link.until(lambda: link.lost)
@@ -233,11 +238,10 @@ async def test_a_server_that_is_away_too_long_loses_the_session(
     caplog.set_level(logging.WARNING)
     monkeypatch.setattr(outage, "DOWN_S", 0.05)
     monkeypatch.setattr(outage, "BRIEF_S", 0.0)
-    monkeypatch.setattr("rallypoint.relay.absence.DOWN_S", 0.05)
-    async with a_session() as (session, speaker):
-        link = Link(session)
+    monkeypatch.setattr("rallypoint.relay.upstream.outage_timer.DOWN_S", 0.05)
+    async with a_client() as (speaker, link):
         await speaker.open(grace_s=0.1, recovery_s=0.4)  # the longer one counts
-        link.ask(ops.Await(0, K))
+        link.ask(ops.WaitOrTurn(0, K))
         await speaker.requests()
         speaker.server.stop()
         await link.until(lambda: link.lost)
@@ -248,16 +252,15 @@ async def test_a_server_that_is_away_too_long_loses_the_session(
 
 
 @in_loop
-async def test_an_absence_is_told_once_and_its_end_once(
+async def test_an_outage_and_its_end_are_logged_once_each(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.WARNING, "rallypoint.client")
     monkeypatch.setattr(outage, "DOWN_S", 0.05)
-    monkeypatch.setattr("rallypoint.relay.absence.DOWN_S", 0.05)
+    monkeypatch.setattr("rallypoint.relay.upstream.outage_timer.DOWN_S", 0.05)
     said = asyncio.Event()
     caplog.handler.addFilter(lambda record: said.set() or True)  # type: ignore[func-returns-value]
-    async with a_session() as (session, speaker):
-        link = Link(session)
+    async with a_client() as (speaker, link):
         await speaker.open(grace_s=60.0)
         speaker.server.stop()
         await said.wait()
@@ -270,19 +273,18 @@ async def test_an_absence_is_told_once_and_its_end_once(
 
 
 @in_loop
-async def test_a_server_that_never_answers_is_not_waited_for_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_never_answers_ends_the_session_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch_session, "OPENING_S", 0.1)
     upstream = Upstream(net.Endpoints([net.Endpoint("127.0.0.1", 1)]))
     session = TorchSession(upstream)
-    link = Link(session)
+    link = FakeReceiver(session)
     await link.until(lambda: link.lost)
     assert "no answer from the server at 127.0.0.1:1 for 0.1 s" in link.lost
 
 
 @in_loop
 async def test_a_channel_that_is_closed_again_and_again_ends_the_session() -> None:
-    async with a_session() as (session, speaker):
-        link = Link(session)
+    async with a_client() as (speaker, link):
         for attempt in range(MAX_CLOSED):
             await speaker.open()
             if not attempt:
@@ -296,8 +298,7 @@ async def test_a_channel_that_is_closed_again_and_again_ends_the_session() -> No
 
 @in_loop
 async def test_a_channel_that_is_closed_now_and_then_is_opened_again() -> None:
-    async with a_session() as (session, speaker):
-        link = Link(session)
+    async with a_client() as (speaker, link):
         for attempt in range(2 * MAX_CLOSED):
             await speaker.open()
             link.ask(ops.Set(0, K, b""))
@@ -309,9 +310,8 @@ async def test_a_channel_that_is_closed_now_and_then_is_opened_again() -> None:
 
 
 @in_loop
-async def test_a_reply_that_makes_no_sense_costs_the_channel_and_nothing_else() -> None:
-    async with a_session() as (session, speaker):
-        link = Link(session)
+async def test_a_malformed_reply_closes_the_channel_only() -> None:
+    async with a_client() as (speaker, link):
         await speaker.open()
         link.ask(ops.Set(0, K, b""))
         sent = await speaker.requests()
@@ -321,14 +321,14 @@ async def test_a_reply_that_makes_no_sense_costs_the_channel_and_nothing_else() 
 
 
 @in_loop
-async def test_a_session_that_is_closed_says_goodbye_and_takes_nobody_in() -> None:
+async def test_a_closed_session_says_goodbye_and_accepts_no_client() -> None:
     async with a_session() as (session, speaker):
-        link = Link(session)
+        link = FakeReceiver(session)
         await speaker.open()
-        link.ask(ops.Await(0, K))
+        link.ask(ops.WaitOrTurn(0, K))
         await speaker.requests()
         session.close("the round is over")
         assert link.lost == "the round is over"
         assert [type(request).__name__ for request in await speaker.requests()] == ["Drop", "Bye"]
-        late = Link(session)
+        late = FakeReceiver(session)
         await late.until(lambda: late.lost == "the round is over")

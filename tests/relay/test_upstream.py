@@ -8,20 +8,20 @@ import random
 from collections.abc import Iterator
 
 import pytest
-from tests.outages import Told
+from tests.outage_log import LogRecorder
 from tests.relay.fake_upstream import FakeServer, Owner, connected, in_loop, is_connected
 
 from rallypoint import net
 from rallypoint.protocol import channels
 from rallypoint.protocol.channels import MAX_CHUNK, PREFACE, WINDOW
-from rallypoint.relay import channel_connection, upstream
-from rallypoint.relay.upstream import Upstream
+from rallypoint.relay.upstream import channel_connection, connection
+from rallypoint.relay.upstream.connection import Upstream
 
 
 @pytest.fixture
-def told() -> Iterator[Told]:
-    """Note what the log says."""
-    handler, log = Told(), logging.getLogger("rallypoint.relay")
+def told() -> Iterator[LogRecorder]:
+    """Record the log."""
+    handler, log = LogRecorder(), logging.getLogger("rallypoint.relay")
     log.addHandler(handler)
     yield handler
     log.removeHandler(handler)
@@ -47,7 +47,7 @@ async def test_bytes_pass_both_ways_on_channels_of_their_own() -> None:
 
 
 @in_loop
-async def test_what_a_turn_writes_is_one_write() -> None:
+async def test_writes_of_one_turn_are_one_write() -> None:
     async with connected() as (up, server):
         owners = [Owner(up) for _ in range(500)]
         for owner in owners:
@@ -61,7 +61,7 @@ async def test_what_a_turn_writes_is_one_write() -> None:
 
 @in_loop
 async def test_a_channel_gets_its_number_with_its_first_bytes() -> None:
-    """The server takes numbers in growing order only, and a channel that sent nothing has none to close."""
+    """The server accepts numbers in growing order only, and a channel that sent nothing has no number to close."""
     async with connected() as (up, server):
         silent, late, early = Owner(up), Owner(up), Owner(up)
         early.channel.write(b"early")
@@ -77,7 +77,7 @@ async def test_a_channel_gets_its_number_with_its_first_bytes() -> None:
 
 
 @in_loop
-async def test_no_more_is_sent_than_the_server_gave_credit_for() -> None:
+async def test_data_beyond_the_credit_is_not_sent() -> None:
     async with connected() as (up, server):
         owner, data = Owner(up), random.Random(1).randbytes(3 * WINDOW)
         owner.channel.write(data)
@@ -97,7 +97,7 @@ async def test_no_more_is_sent_than_the_server_gave_credit_for() -> None:
 
 
 @in_loop
-async def test_a_channel_without_credit_holds_up_no_other() -> None:
+async def test_a_channel_without_credit_delays_no_other() -> None:
     async with connected() as (up, server):
         full, small = Owner(up), Owner(up)
         full.channel.write(bytes(4 * WINDOW))
@@ -120,7 +120,7 @@ async def test_chunks_of_busy_channels_alternate() -> None:
 
 
 @in_loop
-async def test_the_server_gets_credit_for_what_was_dealt_with() -> None:
+async def test_the_server_gets_credit_for_processed_data() -> None:
     async with connected() as (up, server):
         owner = Owner(up, takes=False)
         owner.channel.write(b"hello")
@@ -139,7 +139,7 @@ async def test_the_server_gets_credit_for_what_was_dealt_with() -> None:
 
 @in_loop
 async def test_a_transport_that_is_full_makes_channels_wait() -> None:
-    """As much as fits into the kernel's buffers and the transport's is sent; the rest waits where it can be counted."""
+    """The buffers of the kernel and the transport are filled; the rest waits where it is counted."""
     async with connected() as (up, server):
         server.link.transport.pause_reading()
         owners = [Owner(up) for _ in range(80)]
@@ -167,7 +167,7 @@ async def test_credit_beyond_the_window_ends_the_connection() -> None:
         server.link.grants(1, 2)
         await owner.until(lambda: owner.ends)
         assert owner.ends == [
-            f"it broke the protocol: credit for {WINDOW + 1} bytes on channel 1, the window is {WINDOW}"
+            f"protocol error by the server: credit for {WINDOW + 1} bytes on channel 1, the window is {WINDOW}"
         ]
 
 
@@ -189,7 +189,7 @@ async def test_frames_that_break_the_protocol_end_the_connection(bad: bytes) -> 
         owner = Owner(up)
         server.link.transport.write(bad)
         await owner.until(lambda: owner.ends)
-        assert owner.ends[0].startswith("it broke the protocol: ")
+        assert owner.ends[0].startswith("protocol error by the server: ")
         await is_connected(up, times=2)
 
 
@@ -228,7 +228,7 @@ async def test_closing_sends_what_was_written_first() -> None:
         await server.until(lambda: len(server.link.data.get(1, b"")) == WINDOW)
         assert not server.link.closes and up.held_bytes == 7
         server.link.says(1, bytes(WINDOW))
-        await server.until(lambda: server.link.credit == {1: WINDOW})  # or the server could not go on to read
+        await server.until(lambda: server.link.credit == {1: WINDOW})  # or the server could not read further
         server.link.grants(1, WINDOW)
         await server.until(lambda: server.link.closes)
         assert server.link.data[1] == bytes(WINDOW) + b"goodbye"
@@ -237,7 +237,7 @@ async def test_closing_sends_what_was_written_first() -> None:
 
 
 @in_loop
-async def test_what_closed_channels_have_to_send_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_unsent_data_of_closed_channels_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(channel_connection, "LINGERING_BYTES", 15)
     async with connected() as (up, server):
         owners = [Owner(up) for _ in range(2)]
@@ -277,7 +277,7 @@ async def test_a_lost_connection_ends_every_channel_once() -> None:
 
 
 @in_loop
-async def test_a_server_whose_host_is_gone_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_connection_to_a_vanished_host_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rallypoint.liveness.VANISHED_S", 0.3)
     async with connected() as (up, _):
         owner = Owner(up)
@@ -288,7 +288,7 @@ async def test_a_server_whose_host_is_gone_is_left(monkeypatch: pytest.MonkeyPat
 
 
 @in_loop
-async def test_close_ends_what_is_there_and_connects_no_more() -> None:
+async def test_close_ends_the_connection_and_starts_no_other() -> None:
     async with connected() as (up, server):
         owner = Owner(up)
         owner.channel.write(b"the last")
@@ -300,9 +300,9 @@ async def test_close_ends_what_is_there_and_connects_no_more() -> None:
 
 @in_loop
 @pytest.mark.parametrize("answer", [b"", channels.ACCEPTED])
-async def test_close_while_it_connects(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every turn of an attempt: one that is over at that very moment hides from asyncio that it was cancelled."""
-    monkeypatch.setattr("rallypoint.store.search.backoff_s", lambda times: 0.0)
+async def test_close_is_safe_at_every_step_of_connecting(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At every turn of an attempt: asyncio may lose the cancellation of one that completes at that moment."""
+    monkeypatch.setattr("rallypoint.client.routing.search.backoff_s", lambda times: 0.0)
     server = FakeServer(answer)
     await server.start()
     endpoints = server.endpoints
@@ -338,8 +338,10 @@ async def test_callbacks_come_at_every_connection() -> None:
 
 
 @in_loop
-async def test_a_server_that_is_away_is_tried_until_it_is_back(told: Told, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(upstream, "DOWN_S", 0.0)
+async def test_an_unavailable_server_is_tried_until_it_is_back(
+    told: LogRecorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "DOWN_S", 0.0)
     async with connected() as (up, server):
         owner = Owner(up)
         server.stop()
@@ -362,7 +364,7 @@ async def test_a_server_that_is_away_is_tried_until_it_is_back(told: Told, monke
 @in_loop
 @pytest.mark.parametrize(
     ("answer", "why"),
-    [(PREFACE[-4:], upstream.NO_CHANNELS), (b"HTTP/1.1 400 Bad Request", "not a store: it answered b'HTTP'")],
+    [(PREFACE[-4:], connection.NO_CHANNELS), (b"HTTP/1.1 400 Bad Request", "not a store: it replied b'HTTP'")],
 )
 async def test_another_kind_of_server_is_named_and_tried_again(answer: bytes, why: str) -> None:
     server = FakeServer(answer)
@@ -379,15 +381,15 @@ async def test_another_kind_of_server_is_named_and_tried_again(answer: bytes, wh
 
 
 @in_loop
-async def test_a_silent_server_is_left_for_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rallypoint.store.search.PATIENCE_S", (0.05, 0.1))
+async def test_a_silent_server_is_replaced_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rallypoint.client.routing.search.PATIENCE_S", (0.05, 0.1))
     silent, server = FakeServer(b""), FakeServer()
     await silent.start()
     await server.start()
     up = Upstream(net.Endpoints([*silent.endpoints, *server.endpoints]))
     up.start()
     await is_connected(up)
-    assert up.address == f"127.0.0.1:{server.port}"
+    assert str(up.route.at) == f"127.0.0.1:{server.port}"
     assert up.peer == f"127.0.0.1:{silent.port},127.0.0.1:{server.port}"
     await up.close()
     silent.stop()
@@ -395,9 +397,14 @@ async def test_a_silent_server_is_left_for_the_next(monkeypatch: pytest.MonkeyPa
 
 
 @in_loop
-async def test_a_server_that_hangs_up_at_once_is_called_less_and_less(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_server_that_disconnects_at_once_is_tried_with_growing_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     counted: list[int] = []
-    monkeypatch.setattr("rallypoint.store.route.backoff_s", lambda times: counted.append(times) or 0.0)
+
+    def no_pause(times: int) -> float:
+        counted.append(times)
+        return 0.0
+
+    monkeypatch.setattr("rallypoint.client.routing.route.backoff_s", no_pause)
     async with connected() as (up, server):
         for times in range(2, 7):
             server.link.hangs_up()
@@ -411,12 +418,12 @@ async def test_a_server_that_hangs_up_at_once_is_called_less_and_less(monkeypatc
         await owner.until(lambda: owner.data)
         server.link.hangs_up()
         await is_connected(up, times=7)
-        assert counted == [0, 1, 2, 3], "one that was of use is called again at once"
+        assert counted == [0, 1, 2, 3], "after a useful connection, the server is tried again at once"
 
 
 @in_loop
 async def test_cuts_at_random_end_every_channel_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rallypoint.store.route.backoff_s", lambda times: 0.0)
+    monkeypatch.setattr("rallypoint.client.routing.route.backoff_s", lambda times: 0.0)
     chance = random.Random(7)
     async with connected() as (up, server):
         for times in range(2, 40):

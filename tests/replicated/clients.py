@@ -1,7 +1,7 @@
-"""The kinds of native clients that tests of a replicated store have, behind one set of blocking calls.
+"""The kinds of native clients for tests of a replicated store, with one set of blocking calls.
 
-A session of `aio` runs on an event loop in a thread. With `by_relay`, a relay in a process of its own is between the
-client and the servers, and it is the relay that was given their addresses.
+A session of `aio` runs on an event loop in a thread. With `by_relay`, the client connects to a relay in its own
+process, which is given the addresses of the servers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from tests.wire import AMPLE_S, Relaying
+from tests.raw_peer import AMPLE_S, RelayProcess
 
 import rallypoint
 from rallypoint import aio
@@ -23,7 +23,7 @@ Connect = Callable[..., contextlib.AbstractContextManager[Any]]
 
 
 class AsyncClient:
-    """The calls of an `AsyncStore`, each made on the loop and waited for."""
+    """The calls of an `AsyncStore`, each run on the loop to its end."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, store: aio.AsyncStore) -> None:
         self._loop, self.store = loop, store
@@ -59,17 +59,17 @@ def asynchronous(url: str, timeout: float) -> Iterator[AsyncClient]:
 
 
 async def _end(store: aio.AsyncStore) -> None:
-    """Close a store, and wait for what it has cancelled."""
+    """Close a store, and wait for its cancelled tasks."""
     await store.close()
     await asyncio.gather(*(asyncio.all_tasks() - {asyncio.current_task()}), return_exceptions=True)
 
 
 def by_relay(connect: Connect, place: Path) -> Connect:
-    """Return a way to connect that goes by a relay of its own."""
+    """Return a function that connects through a new relay."""
 
     @contextlib.contextmanager
     def connect_by_relay(url: str, timeout: float) -> Iterator[Any]:
-        with Relaying(place, upstream=url) as relay, connect(relay.url, timeout=timeout) as store:
+        with RelayProcess(place, upstream=url) as relay, connect(relay.url, timeout=timeout) as store:
             yield store
 
     return connect_by_relay

@@ -1,7 +1,7 @@
-"""`Servers`: the servers of a store in etcd as processes, which can be killed, held and started again.
+"""`Servers`: the servers of a store in etcd as processes, which can be killed, stopped and restarted.
 
-Servers are counted from 0 in the order in which they were started; one that was killed keeps its number. Who leads is
-asked of each server's own page (`/statistics`), so it is what the servers believe, not what etcd says.
+Servers are numbered from 0 in the order of their start; a killed server keeps its number. The leader is found by each
+server's own statistics, not by etcd's record.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from tests.wire import AMPLE_S, Serving
+from tests.raw_peer import AMPLE_S, ServerProcess
 
 from rallypoint.deadline import Deadline
 
 LOOK_S = 2.0
-"""How long a server may take to say what it holds before it is asked again."""
+"""How long a request for statistics may take before it is repeated."""
 
 
 class Servers:
@@ -33,7 +33,7 @@ class Servers:
 
     def __init__(self, url: str, place: Path, count: int = 3, **settings: Any) -> None:
         self.store = url
-        self.all: list[Serving] = []
+        self.all: list[ServerProcess] = []
         self._place, self._settings = place, settings
         self._killed: set[int] = set()
         self._stopped: set[int] = set()
@@ -49,11 +49,11 @@ class Servers:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """End every server: the tests are over, so without a goodbye."""
+        """Kill every server."""
         for index in range(len(self.all)):
             self.kill(index)
 
-    def __getitem__(self, index: int) -> Serving:
+    def __getitem__(self, index: int) -> ServerProcess:
         return self.all[index]
 
     @property
@@ -77,7 +77,7 @@ class Servers:
         return self.start(port=self.all[index].address[1], **settings)
 
     def kill(self, index: int, number: int = signal.SIGKILL) -> int:
-        """End a server with no chance to say goodbye, unless the signal gives one; return its exit code."""
+        """End a server by SIGKILL or another signal; return its exit code."""
         server = self.all[index]
         self._killed.add(index)
         self._stopped.discard(index)
@@ -90,7 +90,7 @@ class Servers:
         return code
 
     def stop(self, index: int) -> None:
-        """Hold a server: its connections stay, and nothing answers; return when it does nothing any more."""
+        """Stop a server by SIGSTOP: its connections stay, and nothing answers; wait until all threads are stopped."""
         self._stopped.add(index)
         pid = self.all[index].child.pid
         os.kill(pid, signal.SIGSTOP)
@@ -99,12 +99,12 @@ class Servers:
             assert not deadline.expired(), f"server {index} does not stop"
 
     def cont(self, index: int) -> None:
-        """Let a server go on that was held."""
+        """Continue a stopped server."""
         self._stopped.discard(index)
         os.kill(self.all[index].child.pid, signal.SIGCONT)
 
     def statistics(self, index: int) -> dict[str, Any]:
-        """Return what a server says that it holds; nothing where it does not answer."""
+        """Return the statistics of a server; empty if it does not answer."""
         link = http.client.HTTPConnection(*self.all[index].address, timeout=LOOK_S)
         try:
             link.request("GET", "/statistics", headers={"connection": "close"})
@@ -116,14 +116,14 @@ class Servers:
             link.close()
 
     def leader(self, other_than: int | None = None) -> int:
-        """Return the running server that leads, by the latest epoch, once that is one (other than this)."""
+        """Return the running server that leads in the latest epoch, once there is one (other than the given server)."""
         deadline, pause = Deadline(AMPLE_S), threading.Event()
         while True:
             storages = {index: self.statistics(index).get("storage") for index in self.running}
             epochs = {int(found["epoch"]): index for index, found in storages.items() if found}
             if epochs and epochs[max(epochs)] != other_than:
                 return epochs[max(epochs)]
-            assert not deadline.expired(), f"nobody leads: {storages}"
+            assert not deadline.expired(), f"no server leads: {storages}"
             pause.wait(0.02)
 
     def standbys(self) -> list[int]:
@@ -131,5 +131,5 @@ class Servers:
         leader = self.leader()
         return [index for index in self.running if index != leader]
 
-    def _serve(self, **settings: Any) -> Serving:
-        return Serving(self._place, **{"storage": self.store, **self._settings, **settings})
+    def _serve(self, **settings: Any) -> ServerProcess:
+        return ServerProcess(self._place, **{"storage": self.store, **self._settings, **settings})

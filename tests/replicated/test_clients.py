@@ -1,10 +1,11 @@
-"""Native clients and relays of a replicated store find its leader, whichever servers they were told of.
+"""Native clients and relays of a replicated store find its leader, whichever servers they are given.
 
-And what they hear of servers that come, and of a quorum that goes.
+They also learn of new servers, and report a lost quorum.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ import pytest
 from tests.conformance.calls import Call
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
+from tests.raw_peer import AMPLE_S, RawPeer, RelayProcess, read_line, script, until
 from tests.replicated.clients import Connect, asynchronous, blocking, by_relay
 from tests.replicated.servers import Servers
-from tests.wire import AMPLE_S, Relaying, read_line, script, until
 
 import rallypoint
 from rallypoint.errors import NoQuorum, RallypointError
+from rallypoint.protocol.c10d import hello
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -33,14 +35,14 @@ def direct(request: pytest.FixtureRequest) -> Connect:
 
 @pytest.fixture(params=[*KINDS, *(f"{kind} by relay" for kind in KINDS)])
 def connect(request: pytest.FixtureRequest, tmp_path: Path) -> Connect:
-    """A client that connects to servers itself, or by a relay."""
+    """A client that connects to servers itself, or through a relay."""
     kind, _, relayed = request.param.partition(" ")
     return by_relay(KINDS[kind], tmp_path) if relayed else KINDS[kind]
 
 
 def known(client: Any) -> int:
     """Return how many addresses a client knows."""
-    session = client._backend if isinstance(client, rallypoint.Store) else client.store._session
+    session: Any = client._backend if isinstance(client, rallypoint.Store) else client.store._session
     return len(session._route.addresses)
 
 
@@ -49,16 +51,28 @@ def a_standby(servers: Servers) -> str:
     return servers[servers.standbys()[0]].url
 
 
-def test_whoever_knows_a_standby_finds_the_leader(etcd_url: str, tmp_path: Path, connect: Connect) -> None:
+def test_a_client_of_a_standby_finds_the_leader(etcd_url: str, tmp_path: Path, connect: Connect) -> None:
     with Servers(etcd_url, tmp_path, 2) as servers, connect(a_standby(servers), timeout=AMPLE_S) as store:
         store.set("key", "value")
         assert store.get("key") == b"value"
 
 
-def test_whoever_knew_the_leader_alone_outlives_it(etcd_url: str, tmp_path: Path, direct: Connect) -> None:
+def test_a_pytorch_client_of_a_standby_is_logged_with_the_leaders_address(etcd_url: str, tmp_path: Path) -> None:
+    with Servers(etcd_url, tmp_path, 2) as servers:
+        (standby,) = servers.standbys()
+        for _ in range(2):
+            with RawPeer(servers[standby].address, greet=False) as peer:
+                peer.send(hello(os.getpid()))
+                assert peer.rest() == b""
+        log = servers[standby].log()
+        assert log.count("this server is a standby and cannot serve PyTorch clients") == 1
+        assert f"the leader is at {servers[servers.leader()].url}: connect there, or to a relay" in log
+
+
+def test_a_client_given_only_the_leader_survives_it(etcd_url: str, tmp_path: Path, direct: Connect) -> None:
     with Servers(etcd_url, tmp_path, 3) as servers, direct(servers[servers.leader()].url, timeout=AMPLE_S) as store:
         store.lease("alive", "yes")
-        until(lambda: known(store), lambda count: count == 3)  # the last one may just have come
+        until(lambda: known(store), lambda count: count == 3)  # the last server may have just started
         waiting = Call(store.get, "later", AMPLE_S)
         for number in range(2):
             servers.kill(servers.leader())
@@ -68,18 +82,18 @@ def test_whoever_knew_the_leader_alone_outlives_it(etcd_url: str, tmp_path: Path
         assert store.get("alive") == b"yes", "the session is the same"
 
 
-def test_a_relay_that_knew_the_leader_alone_outlives_it(etcd_url: str, tmp_path: Path) -> None:
-    """Its PyTorch clients do: it hears of the other servers by the session that it has for them."""
+def test_a_relay_given_only_the_leader_survives_it(etcd_url: str, tmp_path: Path) -> None:
+    """Its PyTorch clients survive: the relay learns of the other servers through their shared session."""
     with Servers(etcd_url, tmp_path, 2) as servers:
         leader = servers.leader()
-        with Relaying(tmp_path, upstream=servers[leader].url) as relay, relay.peer() as peer:
+        with RelayProcess(tmp_path, upstream=servers[leader].url) as relay, relay.peer() as peer:
             peer.set(b"key", b"value")
             servers.kill(leader)
             assert peer.add(b"count", 1) == 1
             assert peer.get(b"key") == b"value"
 
 
-def test_a_client_hears_of_servers_that_come_later(etcd_url: str, tmp_path: Path, direct: Connect) -> None:
+def test_a_client_learns_of_servers_that_start_later(etcd_url: str, tmp_path: Path, direct: Connect) -> None:
     with Servers(etcd_url, tmp_path, 1) as servers, direct(servers[0].url, timeout=AMPLE_S) as store:
         store.lease("alive", "yes")
         assert known(store) == 1
@@ -88,7 +102,7 @@ def test_a_client_hears_of_servers_that_come_later(etcd_url: str, tmp_path: Path
         servers.kill(0)
         assert store.add("count", 1) == 1
         assert store.get("alive") == b"yes"
-        until(lambda: known(store), lambda count: count == 2)  # the one that was given stays
+        until(lambda: known(store), lambda count: count == 2)  # the given address is kept
         servers.start()
         until(lambda: known(store), lambda count: count == 3)
 
@@ -114,7 +128,7 @@ print(store.add("count", 1), store.get("parent").decode(), flush=True)
 """
 
 
-def test_a_forked_child_has_a_session_that_outlives_the_leader_too(etcd_url: str, tmp_path: Path) -> None:
+def test_the_session_of_a_forked_child_survives_the_leader(etcd_url: str, tmp_path: Path) -> None:
     with Servers(etcd_url, tmp_path, 2) as servers, script(FORK, a_standby(servers)) as process:
         assert read_line(process) == "child"
         servers.kill(servers.leader())
@@ -127,15 +141,9 @@ def test_a_forked_child_has_a_session_that_outlives_the_leader_too(etcd_url: str
 # Without a quorum
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster() as cluster:
-        yield cluster
-
-
 @pytest.fixture
 def two_down(cluster: Cluster) -> Iterator[None]:
-    """Have two of three members killed by `lose_quorum`, and see to it that all are back."""
+    """Restart the members killed by `lose_quorum` at the end."""
     cluster.settle()
     yield
     bring_back(cluster)
@@ -154,7 +162,7 @@ def bring_back(cluster: Cluster) -> None:
 
 
 def attempt(connect: Connect, url: str) -> RallypointError | None:
-    """Open a session and write; return what went wrong."""
+    """Open a session and write; return the error, if any."""
     try:
         with connect(url, timeout=3.0) as store:
             store.set("new", "session")
@@ -168,7 +176,7 @@ def attempt(connect: Connect, url: str) -> RallypointError | None:
     [("blocking", 1), ("blocking", 3), ("asyncio", 3), ("blocking by relay", 3), ("asyncio by relay", 1)],
     indirect=["connect"],
 )
-def test_without_a_quorum_every_call_ends_with_that_and_work_goes_on_with_one(
+def test_calls_without_a_quorum_raise_no_quorum_and_work_continues_with_one(
     cluster: Cluster, two_down: None, tmp_path: Path, connect: Connect, count: int
 ) -> None:
     with (
@@ -185,9 +193,8 @@ def test_without_a_quorum_every_call_ends_with_that_and_work_goes_on_with_one(
         errors = [call.error() for call in (*calls, barrier)]
         assert [type(error) for error in errors] == [NoQuorum] * 4, errors
         assert isinstance(errors[0], NoQuorum) and errors[0].timeout_s == 3.0 and errors[0].tried
-        for _ in range(2):
-            error = attempt(connect, servers.url())
-            assert isinstance(error, NoQuorum), error
+        for new in [Call(attempt, connect, servers.url()) for _ in range(2)]:
+            assert isinstance(error := new.result(), NoQuorum), error
         bring_back(cluster)
         until(lambda: attempt_set(store), lambda done: done)
         assert store.get("after", AMPLE_S) == b"3"
@@ -197,7 +204,7 @@ def test_without_a_quorum_every_call_ends_with_that_and_work_goes_on_with_one(
 
 
 def attempt_set(store: Any) -> bool:
-    """Write; return whether that could be."""
+    """Write; return whether there was a quorum."""
     try:
         store.set("after", "3")
     except NoQuorum:

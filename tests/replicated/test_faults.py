@@ -1,60 +1,48 @@
-"""Replicated servers that are killed, held and cut off, and etcd below them: nothing is lost, doubled or stale.
+"""Replicated servers and their etcd are killed, stopped and cut off: nothing is lost, applied twice or stale.
 
-Servers are processes on one real cluster. Threads work on the store all the while (crew.py); each fault is followed by
-work of all of them, and so is its end. What they were told is then compared with what is in the store.
+Servers are processes on one real cluster. Threads change the store all the while (load.py); each of them finishes
+some rounds after the fault begins, and after it ends. The results that they got are then compared with the store.
 """
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.conformance.calls import Call
-from tests.cutter import HANGS_UP, REFUSES, SILENT, Cutter
+from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
-from tests.replicated.crew import Crew
-from tests.replicated.holder import Holder
+from tests.raw_peer import AMPLE_S, until
+from tests.replicated.holding_proxy import HoldingProxy
+from tests.replicated.load import StoreLoad
 from tests.replicated.servers import Servers
 from tests.storage.etcd_logs import Book, run
 from tests.storage.test_etcd_log import fill, make_room
-from tests.wire import AMPLE_S, until
 
 import rallypoint
 from rallypoint.deadline import Deadline
 from rallypoint.errors import DiskFull
-from rallypoint.etcd import messages
+from rallypoint.etcd import requests
 from rallypoint.etcd.client import Refusal
-from rallypoint.etcd.lease import Lease
-from rallypoint.etcd.member import ask
-from rallypoint.etcd.messages import Method
+from rallypoint.etcd.lease import EtcdLease
+from rallypoint.etcd.local.member import ask
+from rallypoint.etcd.requests import Method
 from rallypoint.protocol.c10d import Opcode, encode
-from rallypoint.storage.etcd_reader import Head
+from rallypoint.storage.etcd.reader import Head
 
 pytestmark = pytest.mark.needs("etcd")
 
 QUOTA_BYTES = 16 * 1024 * 1024
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Cluster]:
-    with Cluster(cuttable=True) as cluster:
-        yield cluster
-
-
-@pytest.fixture
-def url(cluster: Cluster) -> str:
-    cluster.settle()
-    return etcd_space(cluster)
-
-
 def head(url: str) -> Head:
-    """Return what etcd has of a store."""
+    """Return the head of a store in etcd."""
 
     async def body() -> Head:
         async with Book(url) as book:
@@ -69,7 +57,7 @@ def keys(url: str) -> list[bytes]:
 
     async def body() -> list[bytes]:
         async with Book(url) as book:
-            (found,) = await book.do(messages.get(book.layout.prefix, book.layout.end))
+            (found,) = await book.do(requests.get(book.layout.prefix, book.layout.end))
             return [one.key for one in found.kvs]
 
     found: list[bytes] = run(body())
@@ -98,38 +86,30 @@ def etcd_follower(_: Servers, cluster: Cluster) -> int:
 Change = Callable[[Any, int], object]
 FAULTS: dict[str, tuple[Callable[[Servers, Cluster], int], Change, Change]] = {
     "the leader is killed": (leader, Servers.kill, Servers.restart),
-    "the leader is held": (leader, Servers.stop, Servers.cont),
+    "the leader is stopped": (leader, Servers.stop, Servers.cont),
     "a standby is killed": (standby, Servers.kill, Servers.restart),
-    "a standby is held": (standby, Servers.stop, Servers.cont),
+    "a standby is stopped": (standby, Servers.stop, Servers.cont),
     "etcd's leader is killed": (etcd_leader, Cluster.kill, Cluster.restart),
-    "etcd's leader is held": (etcd_leader, Cluster.stop, Cluster.cont),
+    "etcd's leader is stopped": (etcd_leader, Cluster.stop, Cluster.cont),
     "etcd's leader is cut off": (etcd_leader, Cluster.partition, lambda cluster, _: cluster.heal()),
-    "a follower of etcd is held": (etcd_follower, Cluster.stop, Cluster.cont),
+    "a follower of etcd is stopped": (etcd_follower, Cluster.stop, Cluster.cont),
     "a follower of etcd is cut off": (etcd_follower, Cluster.partition, lambda cluster, _: cluster.heal()),
 }
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_work_goes_on_and_nothing_is_lost_or_doubled(cluster: Cluster, url: str, tmp_path: Path, fault: str) -> None:
+def test_work_continues_and_nothing_is_lost_or_applied_twice(
+    cluster: Cluster, url: str, tmp_path: Path, fault: str
+) -> None:
     choose, begin, end = FAULTS[fault]
     with Servers(url, tmp_path) as servers, rallypoint.connect(servers.url(), timeout=100) as store:
-        with store.watch("seen/") as watch, Crew(servers.url()) as crew:
-            store.lease("alive", "yes")
-            waiting, item = Call(store.wait, ["go"], AMPLE_S), Call(store.queue_pop, "late", True, AMPLE_S)
+        with store.watch("after/") as watch, StoreLoad(servers.url()) as load:
             of: Any = servers if choose in (leader, standby) else cluster
             index = choose(servers, cluster)
-            begin(of, index)
-            crew.rounds()
-            end(of, index)
-            crew.rounds()
-            store.set("seen/it", "1")
-            store.set("go", "now")
-            store.queue_push("late", "item")
-            assert next(iter(watch)).key == "seen/it"
-            waiting.result()
-            assert item.result() == b"item"
-            assert store.get("alive") == b"yes"
-        crew.check(store)
+            load.survive(store, lambda: begin(of, index), lambda: end(of, index))
+            store.set("after/fault", "1")
+            assert next(iter(watch)).key == "after/fault"
+        load.check(store)
         assert len([one for one in servers.running if servers.statistics(one).get("storage")]) == 1
     assert "Traceback" not in "".join(one.log() for one in servers.all)
 
@@ -137,29 +117,29 @@ def test_work_goes_on_and_nothing_is_lost_or_doubled(cluster: Cluster, url: str,
 def test_all_servers_killed_at_once_come_back_with_everything(url: str, tmp_path: Path) -> None:
     with Servers(url, tmp_path) as servers, rallypoint.connect(servers.url(), timeout=100) as store:
         store.lease("alive", "yes")
-        with Crew(servers.url()) as crew:
+        with StoreLoad(servers.url()) as load:
             for index in servers.running:
                 servers.kill(index)
             servers.restart(1)
-            crew.rounds()
-        crew.check(store)
-        assert store.get("alive") == b"yes", "its session came back in time"
+            load.rounds()
+        load.check(store)
+        assert store.get("alive") == b"yes", "its session was resumed in time"
 
 
 # The leader, etcd, and the network between
 
 
 def through(cluster: Cluster, url: str, proxies: list[Any]) -> str:
-    """Return the URL of a store whose members are reached by proxies."""
+    """Return the URL of a store, with proxies in front of the members of etcd."""
     return url.replace(",".join(cluster.endpoints), ",".join(f"127.0.0.1:{proxy.port}" for proxy in proxies))
 
 
 @pytest.mark.parametrize("how", [REFUSES, HANGS_UP, SILENT])
-def test_a_leader_that_is_cut_off_from_etcd_answers_nothing_until_it_stands_by(
+def test_a_leader_cut_off_from_etcd_answers_nothing_until_it_is_a_standby(
     cluster: Cluster, url: str, tmp_path: Path, how: str
 ) -> None:
     with ExitStack() as stack:
-        proxies = [stack.enter_context(Cutter(one.client_port)) for one in cluster]
+        proxies = [stack.enter_context(CuttingProxy(one.client_port)) for one in cluster]
         servers = stack.enter_context(Servers(url, tmp_path, 0))
         first = servers.start(storage=through(cluster, url, proxies))
         second = servers.start()
@@ -175,7 +155,7 @@ def test_a_leader_that_is_cut_off_from_etcd_answers_nothing_until_it_stands_by(
             other.set("key", "new")
         peer.send(encode(Opcode.GET, b"/key"))
         assert store.get("key") == b"new"
-        assert peer.rest() == b"", "the deposed leader hangs up"
+        assert peer.rest() == b"", "the deposed leader disconnects its clients"
         for proxy in proxies:
             proxy.come_back()
         servers.kill(second)
@@ -184,10 +164,13 @@ def test_a_leader_that_is_cut_off_from_etcd_answers_nothing_until_it_stands_by(
         assert store.add("count", 1) == 1
 
 
-def test_a_leader_that_no_client_reaches_leads_on(cluster: Cluster, url: str, tmp_path: Path) -> None:
+def test_a_leader_that_no_client_reaches_stays_leader(cluster: Cluster, url: str, tmp_path: Path) -> None:
     with Servers(url, tmp_path, 2) as servers:
         first = servers.leader()
-        with Cutter(servers[first].address[1]) as proxy, rallypoint.connect(f"tcp://127.0.0.1:{proxy.port}") as store:
+        with (
+            CuttingProxy(servers[first].address[1]) as proxy,
+            rallypoint.connect(f"tcp://127.0.0.1:{proxy.port}") as store,
+        ):
             store.set("key", "value")
             proxy.go_down(SILENT)
             late = Call(store.add, "count", 1)
@@ -198,14 +181,14 @@ def test_a_leader_that_no_client_reaches_leads_on(cluster: Cluster, url: str, tm
 
 
 @pytest.mark.parametrize("held", [False, True], ids=["idle", "between confirmation and reply"])
-def test_a_leader_that_wakes_up_deposed_answers_no_read(cluster: Cluster, url: str, tmp_path: Path, held: bool) -> None:
-    """A read that was confirmed before another led may be answered late; one that came later must not be.
+def test_a_leader_deposed_while_stopped_answers_no_read(cluster: Cluster, url: str, tmp_path: Path, held: bool) -> None:
+    """A read confirmed before the change of leaders may be answered late; a later read must not be.
 
-    With `held`, the leader is stopped while etcd's answer to such a confirmation is on its way: it arrives when the
-    leader wakes up, together with reads that were sent when the value was another.
+    With `held`, the leader is stopped while etcd's reply to such a confirmation is in flight: it arrives when the
+    leader continues, together with reads sent after the value had changed.
     """
     with ExitStack() as stack:
-        proxies = [stack.enter_context(Holder(one.client_port)) for one in cluster]
+        proxies = [stack.enter_context(HoldingProxy(one.client_port)) for one in cluster]
         servers = stack.enter_context(Servers(url, tmp_path, 0))
         first = servers.start(storage=through(cluster, url, proxies))
         second = servers.start()
@@ -235,12 +218,12 @@ def test_a_leader_that_wakes_up_deposed_answers_no_read(cluster: Cluster, url: s
 
 
 def answered(value: bytes) -> bytes:
-    """Return what a PyTorch client is answered to a get."""
+    """Return the reply to a get of a PyTorch client."""
     return len(value).to_bytes(8, "little") + value
 
 
-def test_a_leader_that_was_deposed_tells_clients_that_only_wait(cluster: Cluster, url: str, tmp_path: Path) -> None:
-    """Nobody asks it anything, its lease lives, and yet it finds out that another leads."""
+def test_clients_that_only_wait_survive_a_deposed_leader(cluster: Cluster, url: str, tmp_path: Path) -> None:
+    """No request reaches the deposed leader, and its lease lives; yet it notices that another server leads."""
     with Servers(url, tmp_path, 2) as servers, rallypoint.connect(servers.url(), timeout=100) as store:
         first = servers.leader()
         waiting = Call(store.wait, ["go"], AMPLE_S).blocked()
@@ -249,20 +232,20 @@ def test_a_leader_that_was_deposed_tells_clients_that_only_wait(cluster: Cluster
             async with Book(url) as book:
                 await book.lead()
 
-        run(claim())  # an epoch that is nobody's: whoever led claims the next one
+        run(claim())  # an epoch without a leader: a server claims the next one
         until(lambda: epoch(servers), lambda found: found == 3)
         assert first in servers.running
         store.set("go", "now")
         waiting.result()
 
 
-def test_a_leader_that_is_silent_is_missed_though_its_lease_lives(cluster: Cluster, url: str, tmp_path: Path) -> None:
-    """As where etcd's leader has vanished with it: the next one gives all leases their whole time again."""
+def test_a_silent_leader_is_replaced_although_its_lease_lives(cluster: Cluster, url: str, tmp_path: Path) -> None:
+    """As when etcd's leader vanishes too: its successor renews all leases for their full time."""
 
     async def keep_and_stop(servers: Servers, first: int) -> int:
         async with Book(url) as book:
-            (found,) = await book.do(messages.get(book.layout.leader))
-            lease = Lease(book.client, found.kvs[0].lease, 3.0)
+            (found,) = await book.do(requests.get(book.layout.leader))
+            lease = EtcdLease(book.client, found.kvs[0].lease, 3.0)
             lease.keep()
             servers.stop(first)
             second = await asyncio.to_thread(servers.leader, first)
@@ -288,31 +271,31 @@ def epoch(servers: Servers) -> int:
 # Beginning and end
 
 
-def test_servers_that_start_at_the_same_moment_agree_at_once(cluster: Cluster, tmp_path: Path) -> None:
+def test_servers_started_together_elect_one_leader_at_once(cluster: Cluster, tmp_path: Path) -> None:
     for _ in range(5):
         url = etcd_space(cluster)
         with Servers(url, tmp_path, 3) as servers:
             servers.leader()
             storages = [servers.statistics(index).get("storage") for index in servers.running]
-            assert [found["epoch"] for found in storages if found] == [1], "nobody was deposed on the way"
+            assert [found["epoch"] for found in storages if found] == [1], "no server was deposed"
             assert len(head(url).servers) == 3
 
 
-def test_a_server_that_is_told_to_end_hands_over(url: str, tmp_path: Path) -> None:
+def test_a_terminated_leader_hands_over(url: str, tmp_path: Path) -> None:
     with Servers(url, tmp_path) as servers, rallypoint.connect(servers.url(), timeout=100) as store:
-        with Crew(servers.url()) as crew:
+        with StoreLoad(servers.url()) as load:
             for turn in range(1, 3):
                 old = servers.leader()
                 assert servers.kill(old, signal.SIGTERM) == 0, servers[old].log()
                 found = head(url)
                 assert found.leader is None or found.leader.url != servers[old].url, "its lease is revoked"
                 assert servers[old].url not in found.servers
-                crew.rounds()
+                load.rounds()
                 assert servers.statistics(servers.leader())["storage"]["epoch"] == turn + 1
-        crew.check(store)
+        load.check(store)
 
 
-def test_a_store_is_gone_some_time_after_its_last_server(url: str, tmp_path: Path) -> None:
+def test_a_store_expires_after_its_last_server(url: str, tmp_path: Path) -> None:
     with Servers(url, tmp_path, 2, recovery_s=6.0) as servers:
         with rallypoint.connect(servers.url(), timeout=100) as store:
             store.set("key", "value")
@@ -327,14 +310,14 @@ def test_a_store_is_gone_some_time_after_its_last_server(url: str, tmp_path: Pat
             assert not store.check(["key"])
 
 
-def test_clients_hear_that_the_store_has_ended_and_another_begun(url: str, tmp_path: Path) -> None:
+def test_clients_are_notified_that_the_store_was_replaced(url: str, tmp_path: Path) -> None:
     with Servers(url, tmp_path, 2) as servers, rallypoint.connect(servers.url(), timeout=30) as store:
         store.set("key", "old")
 
         async def end() -> None:
             async with Book(url) as book:
                 lease = (await book.head()).lease
-                await book.client.call(Method.LEASE_REVOKE, messages.lease(lease), Deadline(AMPLE_S))
+                await book.client.call(Method.LEASE_REVOKE, requests.lease(lease), Deadline(AMPLE_S))
 
         run(end())
         with pytest.raises((rallypoint.ServerRestarted, rallypoint.SessionLost)):
@@ -348,7 +331,7 @@ def test_clients_hear_that_the_store_has_ended_and_another_begun(url: str, tmp_p
 # etcd's own limits
 
 
-def test_a_standby_for_which_etcd_has_compacted_its_history_catches_up(url: str, tmp_path: Path) -> None:
+def test_a_standby_behind_a_compaction_of_etcd_catches_up(url: str, tmp_path: Path) -> None:
     with Servers(url, tmp_path, 2) as servers, rallypoint.connect(servers.url(), timeout=100) as store:
         (behind,) = servers.standbys()
         servers.stop(behind)
@@ -362,15 +345,15 @@ def test_a_standby_for_which_etcd_has_compacted_its_history_catches_up(url: str,
         assert servers.leader() == behind
 
 
-def test_servers_outlive_an_etcd_that_is_full(tmp_path: Path) -> None:
-    async def full() -> None:
+def test_servers_survive_a_full_etcd(tmp_path: Path) -> None:
+    async def full(url: str) -> None:
         async with Book(url) as book:
             with pytest.raises(Refusal, match="space exceeded"):
                 await fill(book)
 
-    async def emptied() -> None:
+    async def emptied(url: str) -> None:
         async with Book(url) as book:
-            await book.do(messages.delete(b"junk/", b"junk0"))
+            await book.do(requests.delete(b"junk/", b"junk0"))
 
     flags = [f"--quota-backend-bytes={QUOTA_BYTES}"]
     with Cluster(members=1, flags=flags) as cluster, ExitStack() as stack:
@@ -378,7 +361,7 @@ def test_servers_outlive_an_etcd_that_is_full(tmp_path: Path) -> None:
         servers = stack.enter_context(Servers(url, tmp_path, 2))
         store = stack.enter_context(rallypoint.connect(servers.url(), timeout=100))
         store.set("key", "value")
-        run(full())
+        run(full(url))
         with pytest.raises(DiskFull):
             store.set("key", "refused")
         assert store.get("key") == b"value", "reads go on"
@@ -386,7 +369,7 @@ def test_servers_outlive_an_etcd_that_is_full(tmp_path: Path) -> None:
         (left,) = servers.running
         late = Call(store.set, "key", "late")
         until(servers[left].log, lambda said: "space exceeded" in said)
-        run(emptied())
+        run(emptied(url))
         make_room(cluster, head(url).revision)
         assert late.error() is None or isinstance(late.error(), DiskFull)
         store.set("key", "last")
@@ -394,9 +377,9 @@ def test_servers_outlive_an_etcd_that_is_full(tmp_path: Path) -> None:
         assert servers.leader() == left
 
 
-def test_work_goes_on_when_quorum_is_back(cluster: Cluster, url: str, tmp_path: Path) -> None:
+def test_work_continues_when_the_quorum_is_back(cluster: Cluster, url: str, tmp_path: Path) -> None:
     with Servers(url, tmp_path) as servers, rallypoint.connect(servers.url(), timeout=100) as store:
-        with Crew(servers.url()) as crew:
+        with StoreLoad(servers.url()) as load:
             for index in (0, 1):
                 cluster.kill(index)
             late = Call(store.add, "late", 1)
@@ -405,6 +388,6 @@ def test_work_goes_on_when_quorum_is_back(cluster: Cluster, url: str, tmp_path: 
                 cluster.restart(index, wait=False)
             cluster.settle()
             assert late.result() == 1
-            crew.rounds()
-        crew.check(store)
+            load.rounds()
+        load.check(store)
         assert servers.running == [0, 1, 2]

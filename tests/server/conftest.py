@@ -1,4 +1,4 @@
-"""A server for each module that needs one, on uvloop and without it."""
+"""A server for each module that needs one, with uvloop and without."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.wire import Serving
+from tests.raw_peer import ServerProcess
 
 
 @pytest.fixture(scope="module", params=["uvloop", "asyncio"])
-def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Serving]:
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     place: Path = tmp_path_factory.mktemp("server")
-    with Serving(place, uvloop=request.param == "uvloop") as serving:
+    with ServerProcess(place, uvloop=request.param == "uvloop") as serving:
         yield serving

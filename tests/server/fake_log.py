@@ -1,7 +1,8 @@
-"""A log in memory whose commits end when the test says so, and a server on it: what the tests of commits share.
+"""A log in memory whose commits end when the test says so, and a server on it, for tests of commits.
 
-`on_log` runs a test with a server whose every change goes through a `FakeLog`, on a transport in the test's hands
-(`peers.py`). When the test is over, the log is replayed: it must make the very state that the server has.
+`on_log` runs a test with a server whose every change goes through a `FakeLog`; the test controls the transports of its
+clients (`peers.py`). At the end the log is replayed, and must produce the state of the server. `in_memory`
+runs a test without a log, and `both` runs it both ways.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import logging
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import pytest
+from tests.raw_peer import AMPLE_S
 from tests.server.peers import settle
-from tests.wire import AMPLE_S
+from tests.turns import AmpleTurns, use_turns
 
 from rallypoint import net
 from rallypoint.core import entries
@@ -24,7 +27,7 @@ from rallypoint.errors import DiskFull
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
-__all__ = ["Bugs", "FakeLog", "disk_full", "on_log", "replayed"]
+__all__ = ["Bugs", "FakeLog", "both", "disk_full", "in_memory", "on_log", "replayed"]
 
 Done = Callable[[BaseException | None], None]
 
@@ -40,22 +43,22 @@ class FakeLog:
 
     def __init__(self, records: Sequence[bytes] = ()) -> None:
         self.records = list(records)
-        """All that is durable."""
+        """The durable records."""
 
         self.batches: list[list[bytes]] = []
-        """What each commit was given, whether or not it has ended."""
+        """The records of each commit, completed or not."""
 
         self.stalled = False
-        """Whether commits end only by `end`; else they do at once."""
+        """Whether commits end only by `end`; otherwise they end at once."""
 
         self.error: BaseException | None = None
-        """What commits fail with, unless they are stalled."""
+        """The error of commits, unless they are stalled."""
 
         self.reserve = False
-        """Whether there is room for what is urgent, whatever the error is."""
+        """Whether urgent commits succeed despite the error."""
 
         self.urgent: list[list[bytes]] = []
-        """What was urgent of `batches`."""
+        """The batches that were urgent."""
 
         self.saved: list[bytes] = []
         self.closed = False
@@ -63,15 +66,16 @@ class FakeLog:
 
     @property
     def committing(self) -> bool:
-        """Whether a commit is under way."""
+        """Whether a commit is in flight."""
         return self._under_way is not None
 
-    def commit(self, records: list[bytes], done: Done, urgent: bool = False) -> None:
+    def commit(self, records: Sequence[bytes], done: Done, urgent: bool = False) -> None:
         assert self._under_way is None, "two commits at a time"
         assert records, "an empty commit"
-        self.batches.append(records)
-        self.urgent += [records] if urgent else []
-        self._under_way = records, done
+        batch = list(records)
+        self.batches.append(batch)
+        self.urgent += [batch] if urgent else []
+        self._under_way = batch, done
         if not self.stalled:
             error = None if urgent and self.reserve else self.error
             asyncio.get_running_loop().call_soon(self._end_unless_over, self._under_way, error)
@@ -80,7 +84,7 @@ class FakeLog:
         """Commits end on the loop anyway."""
 
     def end(self, error: BaseException | None = None) -> None:
-        """End the commit that is under way."""
+        """End the commit in flight."""
         assert self._under_way is not None
         (records, done), self._under_way = self._under_way, None
         if error is None:
@@ -92,16 +96,19 @@ class FakeLog:
             self.end(error)
 
     async def flow(self) -> None:
-        """End all commits, now and from now on, and let what they bring happen."""
+        """End the commit in flight and, from now on, every commit at once; let their effects happen."""
         self.stalled = False
         if self.committing:
             self.end()
         await settle()
 
-    # What else a storage does
+    # The rest of a storage
 
     def recover(self) -> tuple[None, Iterator[bytes]]:
         return None, iter(self.records.copy())
+
+    def confirm(self, done: Done) -> None:
+        raise AssertionError("a log that does not confirm was asked to")
 
     def compact_if_due(self) -> bool:
         return False
@@ -126,7 +133,7 @@ class Bugs(logging.Handler):
     @classmethod
     @contextlib.contextmanager
     def none(cls) -> Iterator[None]:
-        """See that there are none in a block."""
+        """Check that a block logs none."""
         bugs = cls()
         logging.getLogger().addHandler(bugs)
         try:
@@ -141,7 +148,7 @@ class Bugs(logging.Handler):
 
 
 def replayed(log: FakeLog) -> State:
-    """Return what the log makes of nothing."""
+    """Return the state that the log produces."""
     state = State()
     for record in log.records:
         state.apply(entries.decode(record))
@@ -153,24 +160,54 @@ def on_log(
 ) -> Callable[..., Any]:
     """Run a test in a loop, with a server on a log that listens on loopback.
 
-    At the end the log must make the same state, and nothing may have been raised that somebody had to catch.
+    At the end the log must produce the same state, and no exception may have been logged.
     """
     if test is None:
         return functools.partial(on_log, **settings)
 
     async def run() -> None:
         log = FakeLog()
-        server = StoreServer(Settings(**settings), log)
+        server = use_turns(StoreServer(Settings(**settings), log), AmpleTurns())
         await server.open(net.listen(["127.0.0.1"], 0))
         await asyncio.wait_for(test(server, log), AMPLE_S)
         if server.failed is None:
             await log.flow()
-            assert list(write(server.state)) == list(write(replayed(log))), "a restart would find another state"
+            assert list(write(server.state)) == list(write(replayed(log))), "a restart would produce another state"
         await server.close()
 
     def call() -> None:
         with Bugs.none():
             asyncio.run(run())
+
+    call.__name__, call.__doc__ = test.__name__, test.__doc__
+    return call
+
+
+def in_memory(**settings: Any) -> Callable[..., Callable[[], None]]:
+    """Run a test in a loop, with a server in memory that listens on loopback."""
+
+    def decorate(test: Callable[[StoreServer, FakeLog | None], Awaitable[None]]) -> Callable[[], None]:
+        async def run() -> None:
+            server = use_turns(StoreServer(Settings(**settings)), AmpleTurns())
+            await server.open(net.listen(["127.0.0.1"], 0))
+            await asyncio.wait_for(test(server, None), AMPLE_S)
+            await server.close()
+
+        def call() -> None:
+            with Bugs.none():
+                asyncio.run(run())
+
+        return call
+
+    return decorate
+
+
+def both(test: Callable[[StoreServer, FakeLog | None], Awaitable[None]]) -> Callable[[str], None]:
+    """Run a test with a server in memory, and with one that has a log."""
+
+    @pytest.mark.parametrize("kept", ["memory", "log"])
+    def call(kept: str) -> None:
+        (in_memory()(test) if kept == "memory" else on_log(test))()
 
     call.__name__, call.__doc__ = test.__name__, test.__doc__
     return call

@@ -1,65 +1,89 @@
-"""Peers of a server in the same event loop: clients whose transport is in the hands of the test.
+"""Peers of a server in the same event loop: clients whose transport the test controls.
 
-A peer takes what is written for it, can stop reading, and hangs up when told. Writing to a transport that is lost
-raises, as uvloop's does.
+A peer collects what is written to it, can stop reading, and can disconnect. Writing to a lost transport raises, as with
+uvloop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import msgspec
 
 from rallypoint.core import ops
+from rallypoint.core.engine import Engine
+from rallypoint.core.session import Session
 from rallypoint.protocol import native
 from rallypoint.protocol.c10d import Opcode, encode, hello
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Frames, Hello, frame
-from rallypoint.server.base import ServerBase
-from rallypoint.server.connection import Connection
+from rallypoint.server.connections.connection import Connection
+from rallypoint.server.listener import Listener
+from rallypoint.server.server import StoreServer
 
-__all__ = ["Line", "Ours", "Torch", "settle"]
+__all__ = [
+    "HIGH",
+    "FakeTransport",
+    "Listening",
+    "NativePeer",
+    "TorchPeer",
+    "engine_of",
+    "native_peer",
+    "next_replies",
+    "session_of",
+    "settle",
+    "torch_peer",
+    "value_of",
+]
 
-L = TypeVar("L", bound="Line")
+L = TypeVar("L", bound="FakeTransport")
 
 HIGH = 65_536
+"""Unread bytes above which a transport pauses its protocol, as real ones do."""
+
 TURNS = 60
-"""After how many turns of the loop nothing more happens by itself."""
+"""How many turns of the loop it takes until nothing more happens by itself."""
+
+
+class Listening(Protocol):
+    """A server, of whatever kind."""
+
+    listener: Listener
 
 
 async def settle() -> None:
-    """Let everything happen that happens by itself."""
+    """Run the loop until nothing more happens by itself."""
     for _ in range(TURNS):
         await asyncio.sleep(0)
 
 
 class _Socket(asyncio.Protocol):
-    """Hands what comes by a real socket to a peer."""
+    """Passes the bytes of a real socket to a peer."""
 
-    def __init__(self, peer: Line) -> None:
+    def __init__(self, peer: FakeTransport) -> None:
         self._peer = peer
 
     def data_received(self, data: bytes) -> None:
         self._peer.pending += data
-        self._peer.bell.set()
+        self._peer.changed.set()
 
     def connection_lost(self, error: Exception | None) -> None:
         self._peer.closing = True
-        self._peer.bell.set()
+        self._peer.changed.set()
 
 
-class Line(asyncio.Transport):
+class FakeTransport(asyncio.Transport):
     """One peer's end of a connection."""
 
-    def __init__(self, server: ServerBase | None) -> None:
+    def __init__(self, server: Listening | None) -> None:
         super().__init__()
         self.pending = b""
         self.paused = self.stopped = self.closing = self.lost = False
-        self.bell = asyncio.Event()
+        self.changed = asyncio.Event()
         self._socket: asyncio.Transport | None = None
         if server is not None:
-            self.connection = Connection(server)
+            self.connection = Connection(server.listener)
             self.connection.connection_made(self)
 
     @classmethod
@@ -78,20 +102,25 @@ class Line(asyncio.Transport):
             self.connection.data_received(data)
 
     async def hears(self, size: int) -> bytes:
-        """Return the next bytes that come, so many."""
-        while len(self.pending) < size:
-            assert not self.closing, f"hung up on after {self.pending!r}"
-            self.bell.clear()
-            await self.bell.wait()
-        data, self.pending = self.pending[:size], self.pending[size:]
-        self._drained()
-        return data
+        """Return the next `size` bytes received."""
+        data = bytearray()
+        while len(data) < size:
+            if self.pending:
+                left = size - len(data)
+                data += self.pending[:left]
+                self.pending = self.pending[left:]
+                self._drained()
+            else:
+                assert not self.closing, f"disconnected after {bytes(data)!r}"
+                self.changed.clear()
+                await self.changed.wait()
+        return bytes(data)
 
     async def ends(self) -> None:
-        """Return when the server has hung up."""
+        """Return when the server has closed the connection."""
         while not self.closing:
-            self.bell.clear()
-            await self.bell.wait()
+            self.changed.clear()
+            await self.changed.wait()
 
     def hangs_up(self) -> None:
         if self._socket is not None:
@@ -111,7 +140,7 @@ class Line(asyncio.Transport):
             raise RuntimeError("the transport is closed")  # as uvloop's does
         if not self.closing:
             self.pending += data
-            self.bell.set()
+            self.changed.set()
         if len(self.pending) > HIGH and not self.paused:
             self.paused = True
             self.connection.pause_writing()
@@ -135,7 +164,7 @@ class Line(asyncio.Transport):
         if not self.closing:
             self.closing = True
             self.pending = b""
-            self.bell.set()
+            self.changed.set()
             asyncio.get_running_loop().call_soon(self._lose)
 
     close = abort
@@ -145,7 +174,7 @@ class Line(asyncio.Transport):
         self.connection.connection_lost(None)
 
 
-class Torch(Line):
+class TorchPeer(FakeTransport):
     """A client that speaks PyTorch's protocol."""
 
     async def greets(self: L) -> L:
@@ -171,11 +200,32 @@ class Torch(Line):
         assert await self.hears(4) == b"\x09\0\0\0"
 
 
-class Ours(Line):
+class NativeCaller:
+    """What sends requests of our protocol and reads replies: on a connection, or on a channel of one."""
+
+    def says(self, data: bytes) -> None:
+        raise NotImplementedError
+
+    async def reads(self) -> Any:
+        """Return the next frame received."""
+        raise NotImplementedError
+
+    def asks(self, *requests: ops.Op) -> None:
+        self.says(b"".join(map(frame, requests)))
+
+    async def asked(self, request: ops.Op) -> Any:
+        """Send a request, and return its result, which must be the next frame."""
+        self.asks(request)
+        number, status, result = await self.reads()
+        assert number == request.number and not status, (number, status, result)
+        return result
+
+
+class NativePeer(FakeTransport, NativeCaller):
     """A client that speaks our protocol."""
 
     async def greets(self, session: bytes = b"", seen: int = 0) -> Any:
-        """Say hello; return what comes back."""
+        """Send a hello; return the reply."""
         self.frames = Frames(1 << 30)
         self.inbox: list[Any] = []
         self.says(PREFACE)
@@ -185,25 +235,49 @@ class Ours(Line):
         self.session = answer[2] if not status else b""
         return answer
 
-    def asks(self, *requests: ops.Op) -> None:
-        self.says(b"".join(map(frame, requests)))
-
     async def reads(self) -> Any:
-        """Return the next frame that comes."""
+        """Return the next frame received."""
         while not self.inbox:
             await self.hears(0)
             while not self.pending:
-                assert not self.closing, "hung up on"
-                self.bell.clear()
-                await self.bell.wait()
+                assert not self.closing, "disconnected"
+                self.changed.clear()
+                await self.changed.wait()
             data, self.pending = self.pending, b""
             self._drained()
             self.inbox += [msgspec.msgpack.decode(payload) for payload in self.frames.feed(data)]
         return self.inbox.pop(0)
 
-    async def asked(self, request: ops.Op) -> Any:
-        """Ask, and return the answer; it must be the next thing that comes."""
-        self.asks(request)
-        number, status, result = await self.reads()
-        assert number == request.number and not status, (number, status, result)
-        return result
+
+async def native_peer(server: StoreServer, session: bytes = b"") -> NativePeer:
+    """Return a native client that has opened or resumed a session."""
+    peer = NativePeer(server)
+    await peer.greets(session)
+    assert peer.session
+    return peer
+
+
+async def torch_peer(server: StoreServer) -> TorchPeer:
+    """Return a client of PyTorch's protocol that has greeted."""
+    return await TorchPeer(server).greets()
+
+
+async def next_replies(peer: NativePeer, count: int) -> list[Any]:
+    """Return the next `count` frames."""
+    return [await peer.reads() for _ in range(count)]
+
+
+# What the server holds
+
+
+def engine_of(server: StoreServer, namespace: int = 0) -> Engine:
+    return server.state.namespaces[namespace].engine
+
+
+def value_of(server: StoreServer, key: bytes) -> bytes | None:
+    found: bytes | None = engine_of(server).execute(ops.Peek(0, key))
+    return found
+
+
+def session_of(server: StoreServer, peer: NativePeer) -> Session:
+    return server.state.sessions_by_id[peer.session]

@@ -1,4 +1,4 @@
-"""What every accepted connection has: keep-alive, a limit on what is not acknowledged, and no delay.
+"""The socket options of every accepted connection: keep-alive, a limit on unacknowledged data, and no delay.
 
 An accepted socket inherits the options that its listening socket had when the connection queued up, and clients that
 wait for a server queue up at once: the accepted ones are found among the descriptors of this process, and asked.
@@ -13,10 +13,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import uvloop
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
 
 from rallypoint import net
 from rallypoint.server.server import StoreServer
@@ -39,16 +40,19 @@ def options(sock: socket.socket) -> dict[tuple[int, int], int]:
 
 def accepted_from(client: socket.socket) -> dict[tuple[int, int], int]:
     """Return the options of the other end of a connection, which is in this process."""
-    for name in os.listdir("/proc/self/fd"):
-        with contextlib.suppress(OSError), socket.socket(fileno=os.dup(int(name))) as sock:
-            if sock.getpeername() == client.getsockname():
-                return options(sock)
+    for path in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):
+            if not str(path.readlink()).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as sock:
+                if sock.getpeername() == client.getsockname():
+                    return options(sock)
     raise AssertionError(f"nobody has accepted {client}")
 
 
 @contextlib.contextmanager
 def hammering(address: tuple[str, int]) -> Iterator[list[socket.socket]]:
-    """Let clients try to connect without a pause, as agents do that wait for their server; yields those who got in."""
+    """Let clients try to connect without a pause, like agents that wait for their server; yield the connected."""
     met: list[socket.socket] = []
     deadline = time.monotonic() + AMPLE_S
 
@@ -74,7 +78,7 @@ async def serve_until_all_are_in(listening: socket.socket, clients: list[socket.
     server = StoreServer(Settings())
     await server.open([listening])
     deadline = time.monotonic() + AMPLE_S
-    while server.connections < CLIENTS and time.monotonic() < deadline:
+    while server.listener.connections < CLIENTS and time.monotonic() < deadline:
         await asyncio.sleep(0)
     assert [accepted_from(client) for client in clients] == [OPTIONS] * CLIENTS
     await server.close()
@@ -82,7 +86,7 @@ async def serve_until_all_are_in(listening: socket.socket, clients: list[socket.
 
 @pytest.mark.parametrize("make_loop", [uvloop.new_event_loop, asyncio.new_event_loop], ids=["uvloop", "asyncio"])
 @pytest.mark.parametrize("listens", [False, True], ids=["bound", "listening"])
-def test_clients_that_came_before_the_server_are_kept_alive(listens: bool, make_loop: object) -> None:
+def test_clients_queued_before_the_server_starts_get_keep_alive(listens: bool, make_loop: object) -> None:
     reserved = socket.create_server(("127.0.0.1", 0)) if listens else socket.socket()
     if not listens:
         reserved.bind(("127.0.0.1", 0))
@@ -94,7 +98,7 @@ def test_clients_that_came_before_the_server_are_kept_alive(listens: bool, make_
         loop.run_until_complete(serve_until_all_are_in(listening, met))
 
 
-def test_whoever_connects_as_soon_as_a_server_listens_is_kept_alive() -> None:
+def test_clients_that_connect_as_a_server_starts_get_keep_alive() -> None:
     (listening,) = net.listen(["127.0.0.1"], 0)
     with listening, socket.create_connection(listening.getsockname()):
         accepted, _ = listening.accept()

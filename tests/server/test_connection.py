@@ -1,78 +1,37 @@
-"""What a connection makes the server hold, with a transport whose every byte is in the test's hands.
-
-It takes what is written and sends it only when told, tells its protocol to pause past 64 KiB, as the real ones do, and
-closes in the next turn of the loop.
-"""
+"""What a connection makes the server hold; the test controls every byte of the transport."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from rallypoint.core.engine import Engine
+from tests.event_loop import in_loop
+from tests.server.peers import HIGH, FakeTransport, engine_of, settle
+
 from rallypoint.protocol.c10d import Opcode, encode, hello
-from rallypoint.server.connection import Connection
-from rallypoint.server.native_connection import REPLIES_BYTES
+from rallypoint.server.connections.native_connection import REPLIES_BYTES
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
 MIB = 1024 * 1024
-HIGH = 65_536
 
 
-class Wire(asyncio.Transport):
-    """One peer's end: `says` goes to the server, `reads` takes what has been written for it."""
+class ByteTransport(FakeTransport):
+    """A peer that speaks PyTorch's protocol: `reads` returns what the server has written."""
 
     def __init__(self, server: StoreServer, greet: bool = True) -> None:
-        super().__init__()
-        self.pending = b""
-        self.paused = self.reading_stopped = self.closing = False
-        self.connection = Connection(server)
-        self.connection.connection_made(self)
+        super().__init__(server)
         if greet:
             self.says(hello(1))
             assert self.reads() == b"\1\0\0\0"
 
-    def says(self, data: bytes) -> None:
-        assert not self.reading_stopped and not self.closing
-        self.connection.data_received(data)
-
     def reads(self) -> bytes:
         data, self.pending = self.pending, b""
-        if self.paused:
-            self.paused = False
-            self.connection.resume_writing()
+        self._drained()
         return data
-
-    # What the server calls
-
-    def write(self, data: Any) -> None:
-        if not self.closing:
-            self.pending += data
-        if len(self.pending) > HIGH and not self.paused:
-            self.paused = True
-            self.connection.pause_writing()
 
     def get_write_buffer_size(self) -> int:
         return len(self.pending)
-
-    def pause_reading(self) -> None:
-        self.reading_stopped = True
-
-    def resume_reading(self) -> None:
-        self.reading_stopped = False
-
-    def is_closing(self) -> bool:
-        return self.closing
-
-    def abort(self) -> None:
-        if not self.closing:
-            self.closing = True
-            self.pending = b""
-            asyncio.get_running_loop().call_soon(self.connection.connection_lost, None)
-
-    close = abort
 
 
 def with_server(**settings: int) -> Callable[[Callable[[StoreServer], Awaitable[None]]], Callable[[], None]]:
@@ -85,137 +44,161 @@ def with_server(**settings: int) -> Callable[[Callable[[StoreServer], Awaitable[
             await test(server)
             await server.close()
 
-        def call() -> None:
-            asyncio.run(run())
-
-        call.__name__, call.__doc__ = test.__name__, test.__doc__
-        return call
+        return in_loop(run)
 
     return decorate
 
 
-async def settle() -> None:
-    """Let everything run that is due now."""
-    for _ in range(3):
-        await asyncio.sleep(0)
-
-
 def held(server: StoreServer) -> int:
-    return int(server._held)
-
-
-def engine(server: StoreServer) -> Engine:
-    return server.state.namespaces[0].engine
+    return server.listener.memory.held
 
 
 GET = encode(Opcode.GET, b"/k")
 
 
 @with_server()
-async def test_who_does_not_read_is_not_read_from(server: StoreServer) -> None:
-    wire = Wire(server)
-    engine(server).put(b"/k", b"v" * 100_000)
-    wire.says(GET * 200)
+async def test_the_server_stops_reading_from_a_peer_that_does_not_read(server: StoreServer) -> None:
+    transport = ByteTransport(server)
+    engine_of(server).put(b"/k", b"v" * 100_000)
+    transport.says(GET * 200)
     await settle()
-    assert wire.reading_stopped
-    assert len(wire.pending) < 2 * REPLIES_BYTES
-    answers = [wire.reads()]
+    assert transport.stopped
+    assert len(transport.pending) < 2 * REPLIES_BYTES
+    answers = [transport.reads()]
     for _ in range(200):
         await settle()
-        answers.append(wire.reads())
+        answers.append(transport.reads())
     assert b"".join(answers) == (b"\xa0\x86\1\0\0\0\0\0" + b"v" * 100_000) * 200
-    assert not wire.reading_stopped and held(server) == 0
+    assert not transport.stopped and held(server) == 0
 
 
 @with_server()
 async def test_small_answers_that_are_not_read_are_counted_too(server: StoreServer) -> None:
-    engine(server).put(b"/k", b"v" * 50_000)
-    wires = [Wire(server) for _ in range(10)]
-    for wire in wires:
-        wire.says(GET)
-        wire.says(GET)
-        assert wire.reading_stopped
-    assert held(server) == sum(len(wire.pending) for wire in wires) == 10 * 2 * 50_008
-    for wire in wires:
-        wire.reads()
-        assert not wire.reading_stopped
+    engine_of(server).put(b"/k", b"v" * 50_000)
+    transports = [ByteTransport(server) for _ in range(10)]
+    for transport in transports:
+        transport.says(GET)
+        transport.says(GET)
+        assert transport.stopped
+    assert held(server) == sum(len(transport.pending) for transport in transports) == 10 * 2 * 50_008
+    for transport in transports:
+        transport.reads()
+        assert not transport.stopped
     assert held(server) == 0
 
 
-@with_server(max_memory=40 * MIB)
-async def test_past_the_limit_who_has_held_longest_goes_first(server: StoreServer) -> None:
-    engine(server).put(b"/k", b"v" * 7 * MIB)
-    mute = [Wire(server) for _ in range(10)]
-    for wire in mute:
-        wire.says(GET * 3)
+async def read_all(transport: ByteTransport) -> bytes:
+    """Read until the server has nothing more to send."""
+    data = transport.reads()
+    while True:
         await settle()
-    assert [wire.closing for wire in mute] == [True] * 6 + [False] * 4
-    assert held(server) + engine(server).size <= 40 * MIB
-    healthy = Wire(server)
-    healthy.says(GET)
-    assert not healthy.closing and len(healthy.reads()) == 7 * MIB + 8
-    for wire in mute:
-        wire.abort()
+        more = transport.reads()
+        if not more:
+            return data
+        data += more
+
+
+@with_server()
+async def test_one_value_that_many_do_not_read_is_not_copied(server: StoreServer) -> None:
+    engine_of(server).put(b"/k", b"v" * 7 * MIB)
+    mute = [ByteTransport(server) for _ in range(100)]
+    for transport in mute:
+        transport.says(GET)
     await settle()
-    assert held(server) == 0 and not server._holders and len(server._connections) == 1
+    assert not any(transport.closing for transport in mute)
+    assert held(server) < 100 * 2 * REPLIES_BYTES
+    engine_of(server).put(b"/k", b"")
+    assert [len(await read_all(transport)) for transport in mute] == [7 * MIB + 8] * 100
+    assert held(server) == 0 and not server.listener.memory.holders
+
+
+@with_server(max_memory=40 * MIB)
+async def test_over_the_limit_the_longest_holders_are_dropped_first(server: StoreServer) -> None:
+    engine_of(server).put(b"/k", b"v" * 7 * MIB)
+    mute = [ByteTransport(server) for _ in range(10)]
+    for transport in mute:
+        transport.says(GET * 3)
+        await settle()
+        engine_of(server).put(b"/k", b"w" * 7 * MIB)  # from now on the reply alone holds the value
+    assert [transport.closing for transport in mute] == [True] * 5 + [False] * 5
+    healthy = ByteTransport(server)
+    healthy.says(GET)
+    assert not healthy.closing and len(await read_all(healthy)) == 7 * MIB + 8
+    for transport in mute:
+        transport.abort()
+    await settle()
+    assert held(server) == 0 and not server.listener.memory.holders and server.listener.connections == 1
 
 
 @with_server(max_memory=32 * MIB)
 async def test_half_sent_messages_make_room_for_whole_ones(server: StoreServer) -> None:
     message = encode(Opcode.SET, b"/k", b"v" * 8 * MIB)
-    half = [Wire(server) for _ in range(6)]
-    for wire in half:
-        wire.says(message[: 7 * MIB])
+    half = [ByteTransport(server) for _ in range(6)]
+    for transport in half:
+        transport.says(message[: 7 * MIB])
         await settle()
-    assert [wire.closing for wire in half] == [True] * 2 + [False] * 4
-    healthy = Wire(server)
+    assert [transport.closing for transport in half] == [True] * 2 + [False] * 4
+    healthy = ByteTransport(server)
     for at in range(0, len(message), MIB):
         healthy.says(message[at : at + MIB])
     healthy.says(GET)
     await settle()
-    assert not healthy.closing and len(healthy.reads()) == 8 * MIB + 8
+    assert not healthy.closing and len(await read_all(healthy)) == 8 * MIB + 8
 
 
 @with_server(max_memory=16 * MIB)
 async def test_a_full_store_can_still_be_read(server: StoreServer) -> None:
-    engine(server).put(b"/k", b"v" * 8 * MIB)
-    engine(server).put(b"/rest", b"v" * (server.settings.max_memory - engine(server).size - 130))
-    reader, slow = Wire(server), Wire(server)
+    engine_of(server).put(b"/k", b"v" * 8 * MIB)
+    engine_of(server).put(b"/rest", b"v" * (server.settings.max_memory - engine_of(server).size - 150))
+    reader, slow = ByteTransport(server), ByteTransport(server)
     reader.says(GET)
     slow.says(GET[:-1])
     slow.says(GET[-1:])
     await settle()
-    assert len(reader.reads()) == len(slow.reads()) == 8 * MIB + 8
+    assert len(await read_all(reader)) == len(await read_all(slow)) == 8 * MIB + 8
 
 
 @with_server(max_memory=32 * MIB)
 async def test_a_dropped_connection_holds_nothing_and_is_not_counted_twice(server: StoreServer) -> None:
-    engine(server).put(b"/k", b"v" * 8 * MIB)
+    engine_of(server).put(b"/k", b"v" * 8 * MIB)
     for _ in range(50):
-        wire = Wire(server)
-        wire.says(GET * 10)
-        assert held(server) == sum(other.connection._held for other in wires_of(server))
+        transport = ByteTransport(server)
+        transport.says(GET * 10)
+        assert held(server) == sum(other.connection._held for other in transports_of(server))
     await settle()
-    assert held(server) == sum(len(wire.pending) + wire.connection.handler.held for wire in open_wires(server))
+    assert held(server) == sum(
+        len(transport.pending) + transport.connection.handler.held for transport in open_transports(server)
+    )
 
 
-def wires_of(server: StoreServer) -> list[Any]:
-    return [connection._transport for connection in server._connections]
+def transports_of(server: StoreServer) -> list[Any]:
+    return [connection._transport for connection in server.listener._connections]
 
 
-def open_wires(server: StoreServer) -> list[Any]:
-    return [wire for wire in wires_of(server) if not wire.closing]
+def open_transports(server: StoreServer) -> list[Any]:
+    return [transport for transport in transports_of(server) if not transport.closing]
 
 
 @with_server()
-async def test_the_page_that_is_not_read_is_counted(server: StoreServer) -> None:
-    wire = Wire(server, greet=False)
-    wire.says(b"GET / HTTP/1.1\r\nhost: x\r\n\r\n" * 2000)
+async def test_unread_pages_are_counted(server: StoreServer) -> None:
+    transport = ByteTransport(server, greet=False)
+    transport.says(b"GET /statistics HTTP/1.1\r\nhost: x\r\n\r\n" * 2000)
     await settle()
-    assert wire.reading_stopped
-    assert held(server) > HIGH and len(wire.pending) < 2 * HIGH
-    answers = wire.reads()
-    while wire.reading_stopped:
+    assert transport.stopped
+    assert held(server) > HIGH and len(transport.pending) < 2 * HIGH
+    answers = transport.reads()
+    while transport.stopped:
         await settle()
-        answers += wire.reads()
-    assert answers.count(b"</table>") == 2000 and held(server) == 0
+        answers += transport.reads()
+    assert answers.count(b'"max_bytes"') == 2000 and held(server) == 0
+
+
+# The end
+
+
+@with_server()
+async def test_a_connection_admitted_after_close_is_closed(server: StoreServer) -> None:
+    await server.close()
+    assert ByteTransport(server, greet=False).closing
+    await settle()
+    assert not server.listener.connections and not server.listener.limit.connections

@@ -1,4 +1,4 @@
-"""A server that has as many connections or sessions as it may: newcomers are turned away, and nobody else notices."""
+"""A server at its limit of connections or sessions: new ones are refused, and existing ones are not affected."""
 
 from __future__ import annotations
 
@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.wire import SERVE, Peer, Serving, http, read_line, script, until
+from tests.raw_peer import SERVE, RawPeer, ServerProcess, http, read_line, script, until
 
 import rallypoint
 from rallypoint import aio
 from rallypoint.protocol.native import PREFACE
-from rallypoint.server.base import LISTED
-from rallypoint.server.http import ON_THE_PAGE, _page
-from rallypoint.server.running import FILES_KEPT
+from rallypoint.server.event_loop import FILES_KEPT
+from rallypoint.server.http_site import LISTED
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
@@ -26,8 +25,8 @@ GET = "GET {} HTTP/1.0\r\n\r\n"
 
 
 @pytest.mark.parametrize("uvloop", [True, False])
-def test_one_connection_too_many_is_refused_and_logged(tmp_path: Path, uvloop: bool) -> None:
-    with Serving(tmp_path, uvloop, max_connections=3) as server:
+def test_a_connection_over_the_limit_is_refused_and_logged(tmp_path: Path, uvloop: bool) -> None:
+    with ServerProcess(tmp_path, uvloop, max_connections=3) as server:
         peers = [server.peer() for _ in range(3)]
         for _ in range(5):
             with server.peer(greet=False) as late:
@@ -39,10 +38,10 @@ def test_one_connection_too_many_is_refused_and_logged(tmp_path: Path, uvloop: b
             for peer in peers:
                 peer.work(1)
         log = until(server.log, lambda log: counted(log) == 5)
-        assert "3 are open, the limit; allow more with --max-connections" in log
+        assert "the limit of 3 is reached; allow more with --max-connections" in log
         peers.pop().close()
         seen = until(lambda: fetch(server), lambda page: b"HTTP/1.1 200" in page)  # there is room again
-        assert b"<td>refused_connections</td>" in seen
+        assert b"5 connections refused so far" in seen
         for peer in peers:
             peer.work(1)
             peer.close()
@@ -52,7 +51,7 @@ def counted(log: str) -> int:
     return sum(map(int, re.findall(r"refused (\d+) connections", log)))
 
 
-def fetch(server: Serving) -> bytes:
+def fetch(server: ServerProcess) -> bytes:
     try:
         return http(server.address, GET.format("/").encode())
     except ConnectionError:
@@ -60,33 +59,35 @@ def fetch(server: Serving) -> bytes:
 
 
 @pytest.mark.parametrize("asked", [None, 10**9])
-def test_there_are_never_more_than_the_open_files_allow(asked: int | None) -> None:
+def test_connections_are_limited_by_the_open_files(asked: int | None) -> None:
     few = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, ({FILES_KEPT + 10}, {FILES_KEPT + 10}))\n"
     settings = json.dumps({"port": 0, "max_connections": asked})
     with script(few + SERVE, settings, stderr=subprocess.DEVNULL) as child, ExitStack() as stack:
         host, port = read_line(child).removeprefix("tcp://").split(":")
-        peers = [stack.enter_context(Peer((host, int(port)))) for _ in range(10)]
-        with Peer((host, int(port)), greet=False) as late:
+        peers = [stack.enter_context(RawPeer((host, int(port)))) for _ in range(10)]
+        with RawPeer((host, int(port)), greet=False) as late:
             assert late.rest() == b""
         for peer in peers:
             peer.work(1)
 
 
-def test_one_session_too_many_is_told_why_and_logged(tmp_path: Path) -> None:
-    with Serving(tmp_path, max_sessions=2, grace_s=0.2) as server:
+def test_a_session_over_the_limit_is_refused_and_logged(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path, max_sessions=2, grace_s=0.2) as server:
         first, second = (rallypoint.connect(server.url) for _ in range(2))
         second.set("k", "v")
-        why = r"refused: too many sessions: 2 is the limit \(serve --max-sessions\)"
+        why = r"refused: too many sessions: 2 is the limit \(serve --max-sessions, --max-memory\)"
         with pytest.raises(rallypoint.ConnectFailed, match=why):
             rallypoint.connect(server.url)
         with pytest.raises(rallypoint.ConnectFailed, match=why):
             asyncio.run(aio.connect(server.url))
-        until(server.log, lambda log: "2 is the limit; allow more with --max-sessions" in log)
+        until(server.log, lambda log: "the limit of 2 is reached; allow more with --max-sessions" in log)
         with server.peer() as torch_client:
             torch_client.work(1)  # has a connection, and needs no session
         assert first.get("k") == b"v"
         first.close()
-        with until(lambda: opened(server.url), bool) as third:  # there is room again
+        third = until(lambda: opened(server.url), bool)  # there is room again
+        assert third is not None
+        with third:
             assert third.get("k") == b"v" == second.get("k")
         second.close()
 
@@ -98,11 +99,11 @@ def opened(url: str) -> rallypoint.Store | None:
         return None
 
 
-# What is shown of a crowd
+# Statistics of many clients
 
 
 class _Caller:
-    """A connection as the statistics see it."""
+    """A connection, with what the statistics use of it."""
 
     def __init__(self, number: int) -> None:
         self.number = number
@@ -114,29 +115,19 @@ class _Caller:
 def crowd(count: int) -> StoreServer:
     crowded = StoreServer(Settings(max_connections=count))
     for number in range(count):
-        crowded.arrived(_Caller(number))  # type: ignore[arg-type]
+        crowded.listener.admit(_Caller(number))  # type: ignore[arg-type]
     return crowded
 
 
-def test_the_statistics_list_so_many_and_count_the_rest() -> None:
+def test_the_statistics_list_a_limited_number_of_clients_and_count_the_rest() -> None:
     facts = crowd(LISTED + 5).statistics()
     assert (len(facts["clients"]), facts["more_clients"]) == (LISTED, 5)
     assert facts["connections"] == LISTED + 5
     assert (facts["sessions"], facts["more_sessions"]) == ([], 0)
 
 
-def test_the_page_names_the_first_and_counts_the_rest() -> None:
-    page = _page(crowd(ON_THE_PAGE + 7).statistics(ON_THE_PAGE))
-    assert page.count("<li>") == ON_THE_PAGE + 1 and "<li>and 7 more</li>" in page
-    assert "&lt;torch&gt;" in page and "secret" not in page
-    assert "more</li>" not in _page(crowd(ON_THE_PAGE).statistics(ON_THE_PAGE))
-
-
-def test_the_page_and_the_statistics_of_a_real_server(tmp_path: Path) -> None:
-    with Serving(tmp_path) as server, server.peer() as peer:
+def test_the_statistics_of_a_real_server(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server, server.peer() as peer:
         peer.ping()
-        page = http(server.address, GET.format("/").encode()).decode()
-        assert "speaks torch</li>" in page and "speaks http</li>" in page
-        assert f"process {server.child.pid}." in page
         body = http(server.address, GET.format("/statistics").encode()).partition(b"\r\n\r\n")[2]
         assert {client["speaks"] for client in json.loads(body)["clients"]} == {"torch", "http"}

@@ -1,22 +1,21 @@
-"""A durable server whose disk is full: who is refused and how, what is served, and that it goes on when there is room.
+"""A durable server whose disk is full: what it refuses and how, what it serves, and that it recovers.
 
-A `FakeLog` with `error` has no room, but for what is urgent where it has a `reserve`.
+A `FakeLog` with `error` has no room; with a `reserve`, it has room for urgent commits.
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
 
 import pytest
+from tests.raw_peer import AMPLE_S
 from tests.server.fake_log import FakeLog, disk_full, on_log
-from tests.server.peers import Ours, Torch, settle
-from tests.wire import AMPLE_S
+from tests.server.peers import NativePeer, native_peer, next_replies, session_of, settle, torch_peer, value_of
 
-from rallypoint.core import barrier, entries, lock, ops
-from rallypoint.core.records import Status
-from rallypoint.core.session import Session
+from rallypoint.core import entries, ops
+from rallypoint.core.machines import barrier, lock
+from rallypoint.core.records import ReplyStatus
 from rallypoint.core.state import OtherVersion
 from rallypoint.errors import StoreError
 from rallypoint.protocol.c10d import Opcode, encode
@@ -29,33 +28,8 @@ LONG_S = 1000.0
 
 @pytest.fixture(autouse=True)
 def _soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Try again at once."""
+    """Retry without a pause."""
     monkeypatch.setattr(retries, "RETRY_S", 0.0)
-
-
-def value(server: StoreServer, key: bytes) -> bytes | None:
-    found: bytes | None = server.state.namespaces[0].engine.execute(ops.Peek(0, key))
-    return found
-
-
-def session_of(server: StoreServer, peer: Ours) -> Session:
-    return server.state.sessions_by_id[peer.session]
-
-
-async def ours(server: StoreServer, session: bytes = b"") -> Ours:
-    peer = Ours(server)
-    await peer.greets(session)
-    assert peer.session
-    return peer
-
-
-async def torch(server: StoreServer) -> Torch:
-    return await Torch(server).greets()
-
-
-async def answers(peer: Ours, count: int) -> list[Any]:
-    """Return so many frames."""
-    return [await peer.reads() for _ in range(count)]
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -64,40 +38,42 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @on_log
-async def test_a_full_disk_is_told_and_harms_nobody(server: StoreServer, log: FakeLog) -> None:
-    peer, other = await ours(server), await torch(server)
+async def test_a_full_disk_refuses_changes_and_affects_nothing_else(server: StoreServer, log: FakeLog) -> None:
+    peer, other = await native_peer(server), await torch_peer(server)
     await peer.asked(ops.Set(1, b"/k", b"v"))
     log.error = disk_full()
     peer.asks(ops.Set(2, b"/k", b"w"), ops.Get(3, b"/k", 0.0))
-    replies = sorted(await answers(peer, 2))
-    assert replies[0][:2] == [2, Status.ERROR] and replies[0][2][0] == "DiskFull"
-    assert replies[1] == [3, Status.OK, [b"v"]]
+    replies = sorted(await next_replies(peer, 2))
+    assert replies[0][:2] == [2, ReplyStatus.ERROR] and replies[0][2][0] == "DiskFull"
+    assert replies[1] == [3, ReplyStatus.OK, [b"v"]]
     other.asks(Opcode.SET, b"/k", b"w")
     await other.ends()  # its protocol has no errors
     log.error = None
     assert await peer.asked(ops.Set(4, b"/k", b"x")) is None
-    assert await peer.asked(ops.Set(2, b"/k", b"w")) is None, "it may be asked again"
-    assert value(server, b"/k") == b"w"
+    assert await peer.asked(ops.Set(2, b"/k", b"w")) is None, "a refused request may be repeated"
+    assert value_of(server, b"/k") == b"w"
 
 
 @on_log
-async def test_what_the_full_disk_refused_may_be_repeated_after_a_cut(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
+async def test_a_request_refused_by_a_full_disk_may_be_repeated_after_a_cut(server: StoreServer, log: FakeLog) -> None:
+    peer = await native_peer(server)
     log.error = disk_full()
     peer.asks(ops.Add(1, b"/n", 1))
     await settle()
     log.error = None
-    assert (await peer.reads())[1] == Status.ERROR
+    assert (await peer.reads())[1] == ReplyStatus.ERROR
     await peer.asked(ops.Add(2, b"/n", 1))
     peer.hangs_up()
     await settle()
-    again = await ours(server, peer.session)
-    assert await again.asked(ops.Add(1, b"/n", 1)) == 2, "its answer was lost on the way"
+    again = await native_peer(server, peer.session)
+    assert await again.asked(ops.Add(1, b"/n", 1)) == 2, "its reply was lost"
 
 
 @on_log
-async def test_a_confirmation_that_found_the_disk_full_is_not_answered(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
+async def test_a_confirmation_on_a_full_disk_uses_the_reserve_and_gets_no_reply(
+    server: StoreServer, log: FakeLog
+) -> None:
+    peer = await native_peer(server)
     await peer.asked(ops.Set(1, b"/k", b"v"))
     log.error, log.reserve = disk_full(), True
     peer.asks(ops.Confirm(0, 1, [], 0))
@@ -106,23 +82,23 @@ async def test_a_confirmation_that_found_the_disk_full_is_not_answered(server: S
 
 
 @on_log
-async def test_clients_come_and_go_while_the_disk_is_full(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
+async def test_clients_connect_and_leave_while_the_disk_is_full(server: StoreServer, log: FakeLog) -> None:
+    peer = await native_peer(server)
     log.error, log.reserve = disk_full(), True
     peer.hangs_up()
     await settle()
     assert not session_of(server, peer).attached
-    again, new = await ours(server, peer.session), await ours(server)
+    again, new = await native_peer(server, peer.session), await native_peer(server)
     assert session_of(server, again).attached and session_of(server, new).attached
 
 
 @pytest.mark.parametrize("reserve", [True, False])
-def test_a_server_without_room_can_be_closed(reserve: bool) -> None:
+def test_a_server_with_a_full_disk_can_be_closed(reserve: bool) -> None:
     async def main() -> None:
         log = FakeLog()
         server = StoreServer(Settings(), log)
         await server.open([])
-        await ours(server)
+        await native_peer(server)
         log.error, log.reserve = disk_full(), reserve
         await asyncio.wait_for(server.close(), AMPLE_S)
         assert log.closed
@@ -134,12 +110,12 @@ def test_a_server_without_room_can_be_closed(reserve: bool) -> None:
 
 
 @on_log
-async def test_a_torch_client_hears_nothing_behind_what_was_refused(server: StoreServer, log: FakeLog) -> None:
-    """A reply to its next request would say that the first was carried out."""
-    writer = await ours(server)
+async def test_a_torch_client_gets_no_reply_after_a_refused_request(server: StoreServer, log: FakeLog) -> None:
+    """A reply to its next request would mean that the first was executed."""
+    writer = await native_peer(server)
     await writer.asked(ops.Set(1, b"/k", b"v"))
     for refused in (encode(Opcode.SET, b"/t", b"v"), encode(Opcode.ADD, b"/n", 1)):
-        peer = await torch(server)
+        peer = await torch_peer(server)
         log.error = disk_full()
         heard = b""
         peer.says(refused + encode(Opcode.PING, 7) + encode(Opcode.GET, b"/k"))
@@ -148,98 +124,100 @@ async def test_a_torch_client_hears_nothing_behind_what_was_refused(server: Stor
             await asyncio.sleep(0)
         assert heard == b""
         log.error = None
-    assert value(server, b"/t") is None and value(server, b"/n") is None
+    assert value_of(server, b"/t") is None and value_of(server, b"/n") is None
 
 
 @on_log
-async def test_what_is_given_back_may_use_the_reserve(server: StoreServer, log: FakeLog) -> None:
-    peer, other = await ours(server), await torch(server)
-    acquire = ops.Act(1, b"/lock", "me", 1, lock.Acquire(), LONG_S)
-    arrive = ops.Act(2, b"/bar", "me", 2, barrier.Arrive(1, "me"), LONG_S)
-    peer.asks(acquire, arrive, ops.Set(3, b"/k", b"v"), ops.Set(4, b"/l", b"v"), ops.Lease(5, b"/leased", b"v", 0.0))
-    assert [reply[1] for reply in await answers(peer, 5)] == [Status.OK] * 5
+async def test_releases_and_deletes_may_use_the_reserve(server: StoreServer, log: FakeLog) -> None:
+    peer, other = await native_peer(server), await torch_peer(server)
+    acquire = ops.Act(1, b"/lock", "me", 1, lock.LockAcquire(), LONG_S)
+    arrive = ops.Act(2, b"/bar", "me", 2, barrier.BarrierArrive(1, "me"), LONG_S)
+    peer.asks(acquire, arrive, ops.Set(3, b"/k", b"v"), ops.Set(4, b"/l", b"v"), ops.SetLease(5, b"/leased", b"v", 0.0))
+    assert [reply[1] for reply in await next_replies(peer, 5)] == [ReplyStatus.OK] * 5
     log.error, log.reserve = disk_full(), True
     peer.asks(
-        ops.Act(6, b"/lock", "me", 6, lock.Release(1), 0.0),
-        ops.Act(7, b"/bar", "me", 7, barrier.Leave(2), 0.0),
+        ops.Act(6, b"/lock", "me", 6, lock.LockRelease(1), 0.0),
+        ops.Act(7, b"/bar", "me", 7, barrier.BarrierLeave(2), 0.0),
         ops.Delete(8, b"/k"),
         ops.Check(9, [b"/k"]),
-        ops.Unlease(10, b"/leased"),
+        ops.ReleaseLease(10, b"/leased"),
         ops.Set(11, b"/k", b"w"),
     )
-    replies = {number: (status, result) for number, status, result in await answers(peer, 6)}
-    assert replies.pop(11)[0] == Status.ERROR
-    assert {status for status, _ in replies.values()} == {Status.OK} and replies[9] == (Status.OK, False)
+    replies = {number: (status, result) for number, status, result in await next_replies(peer, 6)}
+    assert replies.pop(11)[0] == ReplyStatus.ERROR
+    assert {status for status, _ in replies.values()} == {ReplyStatus.OK} and replies[9] == (ReplyStatus.OK, False)
     other.says(encode(Opcode.DELETE_KEY, b"/l") + encode(Opcode.CHECK, 1, b"/l"))
-    assert await other.number() == 1 and await other.hears(1) == b"\1", "and it sees what it has done"
+    assert await other.number() == 1 and await other.hears(1) == b"\1", "it sees its own change"
     assert not other.closing
 
 
 @on_log
-async def test_where_even_the_reserve_is_used_up_all_changes_are_refused(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
+async def test_without_a_reserve_every_change_is_refused(server: StoreServer, log: FakeLog) -> None:
+    peer = await native_peer(server)
     await peer.asked(ops.Set(1, b"/k", b"v"))
     log.error = disk_full()
     peer.asks(ops.Delete(2, b"/k"), ops.Drop(3, 1), ops.Bye(4), ops.Get(5, b"/k", 0.0))
-    replies = sorted(await answers(peer, 4))
-    assert [reply[:2] for reply in replies] == [[number, Status.ERROR] for number in (2, 3, 4)] + [[5, Status.OK]]
+    replies = sorted(await next_replies(peer, 4))
+    assert [reply[:2] for reply in replies] == [[number, ReplyStatus.ERROR] for number in (2, 3, 4)] + [
+        [5, ReplyStatus.OK]
+    ]
 
 
-# Clients that come and go, without a reserve
+# Clients that connect and leave, without a reserve
 
 
 @on_log(grace_s=0.0)
-async def test_who_comes_is_told_why_it_cannot(server: StoreServer, log: FakeLog) -> None:
-    here = await ours(server)
+async def test_new_sessions_are_refused_with_the_reason(server: StoreServer, log: FakeLog) -> None:
+    here = await native_peer(server)
     await here.asked(ops.Set(1, b"/k", b"v"))
     log.error = disk_full()
     for _ in range(50):
-        peer = Ours(server)
+        peer = NativePeer(server)
         refused = await peer.greets()
         assert not peer.session and "No space left on device" in refused[1]
         peer.hangs_up()
-    assert await here.asked(ops.Get(2, b"/k", 0.0)) == [b"v"], "and nobody waits behind them"
+    assert await here.asked(ops.Get(2, b"/k", 0.0)) == [b"v"], "nothing waits behind them"
     here.asks(ops.Set(3, b"/k", b"w"))
-    assert (await here.reads())[1] == Status.ERROR
+    assert (await here.reads())[1] == ReplyStatus.ERROR
     assert server.statistics()["refused_sessions"] == 0, "that is the limit on sessions"
     log.error = None
-    assert (await ours(server)).session
+    assert (await native_peer(server)).session
 
 
 @on_log
-async def test_who_comes_back_is_hung_up_on_and_keeps_its_session(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
-    await peer.asked(ops.Lease(1, b"/leased", b"v", 0.0))
+async def test_a_resuming_client_is_disconnected_and_keeps_its_session(server: StoreServer, log: FakeLog) -> None:
+    peer = await native_peer(server)
+    await peer.asked(ops.SetLease(1, b"/leased", b"v", 0.0))
     log.error = disk_full()
     peer.hangs_up()
     await settle()
     for _ in range(50):
-        again = Ours(server)
-        with pytest.raises(AssertionError, match="hung up on"):
+        again = NativePeer(server)
+        with pytest.raises(AssertionError, match="disconnected"):
             await again.greets(peer.session)
-        assert len(server.retries) <= 2, "one that comes again and again leaves no more behind than once"
+        assert len(server.retries) <= 2, "repeated attempts leave no more behind than one"
     log.error = None
-    again = await ours(server, peer.session)
+    again = await native_peer(server, peer.session)
     await until(lambda: not server.retries)
     await settle()
-    assert session_of(server, again).attached and value(server, b"/leased") == b"v"
+    assert session_of(server, again).attached and value_of(server, b"/leased") == b"v"
     assert await again.asked(ops.Ping(2)) is None
 
 
 @on_log(grace_s=0.0)
-async def test_who_comes_back_in_vain_and_stays_away_ends(server: StoreServer, log: FakeLog) -> None:
-    """The connection before ended after the new one had taken over, so its end was not noted."""
-    peer = await ours(server)
+async def test_a_session_whose_resumption_failed_expires(server: StoreServer, log: FakeLog) -> None:
+    """The old connection ended after the new one had taken over, so its end was not recorded."""
+    peer = await native_peer(server)
     log.error = disk_full()
     log.stalled = True
-    again = Ours(server)
+    again = NativePeer(server)
     coming = asyncio.ensure_future(again.greets(peer.session))
     await settle()
     peer.hangs_up()
     await settle()
     log.stalled = False
     log.end(disk_full())
-    with pytest.raises(AssertionError, match="hung up on"):
+    with pytest.raises(AssertionError, match="disconnected"):
         await coming
     await settle()
     assert server.state.sessions
@@ -248,9 +226,9 @@ async def test_who_comes_back_in_vain_and_stays_away_ends(server: StoreServer, l
 
 
 @on_log(grace_s=0.0)
-async def test_who_is_gone_ends_as_soon_as_there_is_room(server: StoreServer, log: FakeLog) -> None:
-    peer, waiter = await ours(server), await torch(server)
-    await peer.asked(ops.Lease(1, b"/leased", b"v", 0.0))
+async def test_sessions_of_gone_clients_end_once_there_is_room(server: StoreServer, log: FakeLog) -> None:
+    peer, waiter = await native_peer(server), await torch_peer(server)
+    await peer.asked(ops.SetLease(1, b"/leased", b"v", 0.0))
     waiter.asks(Opcode.BARRIER, b"/bar", 2)
     await settle()
     log.error = disk_full()
@@ -258,16 +236,16 @@ async def test_who_is_gone_ends_as_soon_as_there_is_room(server: StoreServer, lo
     waiter.hangs_up()
     for _ in range(20):
         await settle()
-    assert value(server, b"/leased") == b"v" and value(server, b"/bar") == b"1"
+    assert value_of(server, b"/leased") == b"v" and value_of(server, b"/bar") == b"1"
     log.error = None
-    await until(lambda: not server.state.sessions and not server.state.visitors)
-    await until(lambda: value(server, b"/leased") is None)
-    assert value(server, b"/bar") == b"0"
+    await until(lambda: not server.state.sessions and not server.state.connection_owners)
+    await until(lambda: value_of(server, b"/leased") is None)
+    assert value_of(server, b"/bar") == b"0"
 
 
 @on_log
-async def test_confirmations_are_kept_until_there_is_room_the_last_for_all(server: StoreServer, log: FakeLog) -> None:
-    peer, pusher = await ours(server), await ours(server)
+async def test_the_last_confirmation_is_kept_until_there_is_room(server: StoreServer, log: FakeLog) -> None:
+    peer, pusher = await native_peer(server), await native_peer(server)
     for number in range(1, 11):
         await pusher.asked(ops.Push(number, b"/q", b"%d" % number))
         await peer.asked(ops.Pop(number, b"/q"))
@@ -284,24 +262,26 @@ async def test_confirmations_are_kept_until_there_is_room_the_last_for_all(serve
 
 
 @on_log(greeting_s=0.0)
-async def test_who_waits_for_its_greeting_to_be_committed_has_greeted(server: StoreServer, log: FakeLog) -> None:
+async def test_a_client_whose_hello_is_being_committed_is_not_dropped_as_silent(
+    server: StoreServer, log: FakeLog
+) -> None:
     log.stalled = True
-    peer = Ours(server)
+    peer = NativePeer(server)
     coming = asyncio.ensure_future(peer.greets())
     await settle()
-    server._sweep()
+    server.listener.sweep()
     await settle()
     assert not peer.closing
     await log.flow()
     await coming
 
 
-# What is told
+# What is reported
 
 
 @on_log
 async def test_statistics_and_health_say_that_the_disk_is_full(server: StoreServer, log: FakeLog) -> None:
-    peer = await ours(server)
+    peer = await native_peer(server)
     assert server.health() == "ok" and server.statistics()["storage"]["disk_full"] is False
     log.error = disk_full()
     peer.asks(ops.Set(1, b"/k", b"v"))
@@ -329,8 +309,8 @@ def test_a_server_starts_on_a_full_disk_if_there_is_a_reserve(reserve: bool) -> 
     asyncio.run(main())
 
 
-def test_a_directory_of_another_version_is_named() -> None:
-    start = entries.Start(entries.VERSION + 1, b"", 1, 1, 1, 1)
+def test_a_data_directory_of_another_version_is_named_in_the_error() -> None:
+    start = entries.StartServer(entries.VERSION + 1, b"", 1, 1, 1, 1)
 
     async def main() -> None:
         server = StoreServer(Settings(data_dir="/data"), FakeLog([entries.encode(start)]))

@@ -1,4 +1,4 @@
-"""Hellos of native clients: ids that they choose, attempts, and the namespaces of rounds that they name."""
+"""Hellos of native clients: chosen session ids, attempts, and the namespaces of rounds."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.server.fake_log import FakeLog, disk_full, on_log
-from tests.server.peers import Ours, settle
-from tests.server.relays import Client, Relay
-from tests.server.test_rounds import both, closed, in_memory
+from tests.server.fake_log import FakeLog, both, disk_full, in_memory, on_log
+from tests.server.fake_relay import ChannelClient, FakeRelay
+from tests.server.peers import NativePeer, settle
+from tests.server.test_rounds import closed
 
 from rallypoint import net
 from rallypoint.core import entries, ops
-from rallypoint.core.records import Status
+from rallypoint.core.records import ReplyStatus
 from rallypoint.core.session import Session
 from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Frames, Hello, frame
-from rallypoint.server import rounds
+from rallypoint.server import round_namespaces
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
@@ -25,14 +25,14 @@ ID = b"i" * 16
 OTHER = b"o" * 16
 
 
-async def client(server: StoreServer) -> Client:
+async def client(server: StoreServer) -> ChannelClient:
     """Return a client on a connection with channels of its own."""
-    return (await Relay(server).opens()).client()
+    return (await FakeRelay(server).opens()).client()
 
 
-async def plain(server: StoreServer, *said: bytes) -> Ours:
-    """Return a client on a connection of one session that has said something, and heard nothing yet."""
-    peer = Ours(server)
+async def plain(server: StoreServer, *said: bytes) -> NativePeer:
+    """Return a client on a connection without channels that has sent these bytes, and read no reply yet."""
+    peer = NativePeer(server)
     peer.frames, peer.inbox = Frames(1 << 30), []
     peer.says(PREFACE)
     assert await peer.hears(4) == ACCEPTED
@@ -57,7 +57,7 @@ def refused(answer: list[Any]) -> str:
 
 def opens(log: FakeLog) -> int:
     """Return how many sessions were opened, or opened again, in the log."""
-    return sum(isinstance(entries.decode(record), entries.Open) for record in log.records)
+    return sum(isinstance(entries.decode(record), entries.OpenSession) for record in log.records)
 
 
 # Ids
@@ -71,7 +71,7 @@ async def test_a_client_may_choose_its_id(server: StoreServer, log: FakeLog | No
     assert await first.asked(ops.Add(1, b"/n", 1)) == 1
     peer = await plain(server, hello(OTHER, opens=True), frame(ops.Add(1, b"/n", 1)))
     assert (await peer.reads())[2][2] == OTHER, "without channels, too"
-    assert await peer.reads() == [1, Status.OK, 2], "behind the hello"
+    assert await peer.reads() == [1, ReplyStatus.OK, 2], "requests behind the hello are answered"
 
 
 @both
@@ -94,8 +94,8 @@ async def test_a_lost_welcome_opens_no_second_session(server: StoreServer, log: 
 
 
 @on_log
-async def test_hellos_that_open_one_session_are_dealt_with_in_turn(server: StoreServer, log: FakeLog) -> None:
-    """The first connection is gone before its session is committed, and the second must keep it."""
+async def test_hellos_for_one_session_are_processed_in_order(server: StoreServer, log: FakeLog) -> None:
+    """The first connection ends before its session is committed, and the second must keep the session."""
     log.stalled = True
     peers = [await plain(server, hello(ID, opens=True, attempt=attempt)) for attempt in (1, 2, 3)]
     peers[0].hangs_up()
@@ -109,13 +109,13 @@ async def test_hellos_that_open_one_session_are_dealt_with_in_turn(server: Store
 
 
 @on_log
-async def test_those_that_come_in_another_order_are_refused(server: StoreServer, log: FakeLog) -> None:
+async def test_an_earlier_attempt_that_arrives_later_is_refused(server: StoreServer, log: FakeLog) -> None:
     log.stalled = True
     peers = [await plain(server, hello(ID, opens=True, attempt=attempt)) for attempt in (2, 1)]
     await log.flow()
     await settle()
-    assert (await peers[0].reads())[1] == Status.OK
-    assert (await peers[1].reads())[1] == Status.REFUSED
+    assert (await peers[0].reads())[1] == ReplyStatus.OK
+    assert (await peers[1].reads())[1] == ReplyStatus.REFUSED
     assert await peers[0].asked(ops.Ping(1)) is None
 
 
@@ -123,8 +123,8 @@ async def test_those_that_come_in_another_order_are_refused(server: StoreServer,
 async def test_a_full_disk_refuses_to_open_and_lets_the_next_try(server: StoreServer, log: FakeLog) -> None:
     log.error = disk_full()
     peers = [await plain(server, hello(ID, opens=True, attempt=attempt)) for attempt in (1, 2)]
-    assert (await peers[0].reads())[1] == Status.REFUSED
-    assert (await peers[1].reads())[1] == Status.REFUSED
+    assert (await peers[0].reads())[1] == ReplyStatus.REFUSED
+    assert (await peers[1].reads())[1] == ReplyStatus.REFUSED
     log.error = None
     again = await client(server)
     assert (await again.greets(ID, opens=True, attempt=3))[2] == ID
@@ -141,21 +141,23 @@ async def test_a_session_that_has_ended_is_not_opened_again(server: StoreServer,
     await settle()
     assert not server.state.sessions
     late = await plain(server, hello(ID, opens=True, attempt=1), frame(ops.Add(1, b"/n", 1)))
-    assert (await late.reads())[1] == Status.REFUSED
+    assert (await late.reads())[1] == ReplyStatus.REFUSED
     assert not server.state.sessions
 
 
 @on_log
-async def test_nor_one_that_ends_while_its_hello_is_committed(server: StoreServer, log: FakeLog) -> None:
+async def test_a_session_that_ends_while_its_hello_is_committed_is_not_opened_again(
+    server: StoreServer, log: FakeLog
+) -> None:
     first = await client(server)
     await first.greets(ID, opens=True, attempt=1)
     first.closes()
     await settle()
     log.stalled = True
-    server.submit(entries.End(session(server).serial))
+    server.submit(entries.EndSession(session(server).serial))
     again = await plain(server, hello(ID, opens=True, attempt=2))
     await log.flow()
-    assert (await again.reads())[1] == Status.REFUSED
+    assert (await again.reads())[1] == ReplyStatus.REFUSED
     await settle()
     assert not server.state.sessions
 
@@ -178,8 +180,8 @@ async def test_a_late_hello_does_not_take_the_session_back(server: StoreServer, 
 
 
 @both
-async def test_clients_that_count_no_attempts_take_over_as_ever(server: StoreServer, log: FakeLog | None) -> None:
-    first, second = Ours(server), Ours(server)
+async def test_clients_without_attempt_numbers_take_over(server: StoreServer, log: FakeLog | None) -> None:
+    first, second = NativePeer(server), NativePeer(server)
     await first.greets()
     assert (await second.greets(first.session))[4] is True
     assert await second.asked(ops.Ping(1)) is None
@@ -202,7 +204,7 @@ async def test_a_hello_names_the_namespace_of_a_round(server: StoreServer, log: 
     assert found is not None and (found.scope, found.number) == (7, 3)
     assert server.statistics()["rounds"] == 1
     peer = await plain(server, hello(run="job", scope=7))
-    assert (await peer.reads())[1] == Status.OK
+    assert (await peer.reads())[1] == ReplyStatus.OK
     assert await peer.asked(ops.Peek(1, b"/k")) == b"round's", "without channels, too"
 
 
@@ -211,28 +213,28 @@ async def test_waits_see_the_keys_of_their_own_namespace(server: StoreServer, lo
     everybody, first = await client(server), await client(server)
     await everybody.greets()
     await first.greets(run="job", scope=1)
-    many = [b"/k" + b"-" * 8000] * 50  # so many bytes are looked up in slices
+    many = [b"/k" + b"-" * 8000] * 50  # enough bytes to be looked up in slices
     await everybody.asked(ops.MultiSet(1, [(b"/k", b"v"), (many[0], b"v")]))
     for peer, number, found in ((everybody, 2, True), (first, 1, False)):
         await peer.streams(frame(ops.Check(number, many)))
-        assert await peer.reads() == [number, Status.OK, found]
-    first.asks(ops.Await(2, b"/k", 10))
+        assert await peer.reads() == [number, ReplyStatus.OK, found]
+    first.asks(ops.WaitOrTurn(2, b"/k", 10))
     await settle()
     assert not first.inbox
     await first.asked(ops.Ping(3))
     first.asks(ops.Set(4, b"/k", b"w"))
-    assert sorted([await first.reads(), await first.reads()]) == [[2, Status.OK, b"w"], [4, Status.OK, None]]
+    assert sorted([await first.reads(), await first.reads()]) == [[2, ReplyStatus.OK, b"w"], [4, ReplyStatus.OK, None]]
 
 
 @both
 async def test_a_later_round_closes_the_earlier(server: StoreServer, log: FakeLog | None) -> None:
-    relay = await Relay(server).opens()
+    relay = await FakeRelay(server).opens()
     first, other, everybody = relay.client(), relay.client(), relay.client()
     await first.greets(ID, opens=True, run="job", scope=1)
     await other.greets(run="another", scope=1)
     await everybody.greets()
     peer = await plain(server, hello(run="job", scope=1))
-    assert (await peer.reads())[1] == Status.OK
+    assert (await peer.reads())[1] == ReplyStatus.OK
     first.asks(ops.Get(1, b"/k", LONG_S))
     later = await client(server)
     await later.greets(run="job", scope=2)
@@ -240,8 +242,8 @@ async def test_a_later_round_closes_the_earlier(server: StoreServer, log: FakeLo
     await peer.ends()
     assert await other.asked(ops.Ping(1)) is None and await everybody.asked(ops.Ping(1)) is None
     assert "unknown session" in refused(await (await client(server)).greets(ID, run="job", scope=1, attempt=1))
-    for more in ({"session": OTHER, "opens": True}, {}):
-        too_late = await (await client(server)).greets(run="job", scope=1, **more)
+    for session in (OTHER, b""):
+        too_late = await (await client(server)).greets(session, opens=bool(session), run="job", scope=1)
         assert "a later round of 'job' has begun" in refused(too_late)
     assert await later.asked(ops.Count(1, b"")) == 0
     assert len(server.state.namespaces) == 3
@@ -260,7 +262,7 @@ async def test_resuming_creates_no_namespace(server: StoreServer, log: FakeLog |
 
 @both
 async def test_a_session_is_resumed_in_its_own_namespace_only(server: StoreServer, log: FakeLog | None) -> None:
-    relay = await Relay(server).opens()
+    relay = await FakeRelay(server).opens()
     first = relay.client()
     await first.greets(ID, opens=True, run="job", scope=1)
     await first.asked(ops.Set(1, b"/k", b"v"))
@@ -290,8 +292,8 @@ async def test_namespaces_outlive_a_restart(server: StoreServer, log: FakeLog) -
     await restarted.close()
 
 
-def test_there_are_only_so_many_namespaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rounds, "MAX_ROUNDS", 2)
+def test_the_number_of_namespaces_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(round_namespaces, "MAX_ROUNDS", 2)
 
     async def test(server: StoreServer, log: FakeLog | None) -> None:
         clients = {name: await client(server) for name in ("first", "second", "third")}
@@ -314,46 +316,55 @@ def test_there_are_only_so_many_namespaces(monkeypatch: pytest.MonkeyPatch) -> N
 # Waits that need no entry
 
 
-@on_log
-async def test_a_wait_for_a_key_that_is_there_is_a_read(server: StoreServer, log: FakeLog) -> None:
+async def behind_a_stall(server: StoreServer, log: FakeLog, value: bytes) -> ChannelClient:
+    """Return a client that has set a key to this value; no further entry is committed."""
     first = await client(server)
     await first.greets()
-    await first.asked(ops.Set(1, b"/k", b"v"))
+    await first.asked(ops.Set(1, b"/k", value))
     log.stalled = True
+    return first
+
+
+@on_log
+async def test_a_wait_for_an_existing_key_needs_no_entry(server: StoreServer, log: FakeLog) -> None:
+    first = await behind_a_stall(server, log, b"v")
     before = len(log.batches)
-    assert await first.asked(ops.Await(2, b"/k", 10)) == b"v"
-    assert await first.asked(ops.Await(3, b"/k")) is None
+    assert await first.asked(ops.WaitOrTurn(2, b"/k", 10)) == b"v"
+    assert await first.asked(ops.WaitOrTurn(3, b"/k")) is None
     assert len(log.batches) == before
     await log.flow()
 
 
 @on_log
-async def test_behind_changes_of_its_own_it_waits_for_them(server: StoreServer, log: FakeLog) -> None:
-    first = await client(server)
-    await first.greets()
-    await first.asked(ops.Set(1, b"/k", b"old"))
-    log.stalled = True
-    first.asks(ops.Set(2, b"/k", b"new"), ops.Await(3, b"/k", 10))
+async def test_a_wait_behind_changes_of_its_client_waits_for_them(server: StoreServer, log: FakeLog) -> None:
+    first = await behind_a_stall(server, log, b"old")
+    first.asks(ops.Set(2, b"/k", b"new"), ops.WaitOrTurn(3, b"/k", 10))
     await settle()
     assert not first.inbox
     await log.flow()
     assert [await first.reads(), await first.reads()] == [[2, 0, None], [3, 0, b"new"]]
 
 
-@on_log
-async def test_one_that_is_repeated_is_answered_once_more(server: StoreServer, log: FakeLog) -> None:
-    """It was a read when it came first; by its repetition others have been carried out, and the key is gone."""
+async def two_clients(server: StoreServer) -> tuple[ChannelClient, ChannelClient]:
+    """Return a client whose session has the id ID, and another."""
     first, other = await client(server), await client(server)
     await first.greets(ID, opens=True, attempt=1)
     await other.greets()
+    return first, other
+
+
+@on_log
+async def test_a_repeated_wait_is_answered_again(server: StoreServer, log: FakeLog) -> None:
+    """First it was a plain read. When it is repeated, the key is gone, and later requests have been executed."""
+    first, other = await two_clients(server)
     await other.asked(ops.Set(1, b"/k", b"v"))
-    assert await first.asked(ops.Await(1, b"/k", 10)) == b"v"
+    assert await first.asked(ops.WaitOrTurn(1, b"/k", 10)) == b"v"
     assert await first.asked(ops.Add(2, b"/n", 1)) == 1
     first.closes()
     await other.asked(ops.Delete(2, b"/k"))
     again = await client(server)
     await again.greets(ID, attempt=2)
-    again.asks(ops.Await(1, b"/k", 10))
+    again.asks(ops.WaitOrTurn(1, b"/k", 10))
     await settle()
     assert not again.inbox, "it waits"
     again.closes()
@@ -361,20 +372,18 @@ async def test_one_that_is_repeated_is_answered_once_more(server: StoreServer, l
     third = await client(server)
     await third.greets(ID, attempt=3)
     await other.asked(ops.Set(3, b"/k", b"w"))
-    third.asks(ops.Await(1, b"/k", 10))
-    assert await third.reads() == [1, Status.OK, b"w"], "by the wait that the log has, or by the repetition"
+    third.asks(ops.WaitOrTurn(1, b"/k", 10))
+    assert await third.reads() == [1, ReplyStatus.OK, b"w"], "answered by the logged wait, or by the repetition"
 
 
 @on_log
-async def test_one_that_has_a_turn_keeps_it_when_it_is_repeated(server: StoreServer, log: FakeLog) -> None:
-    first, other = await client(server), await client(server)
-    await first.greets(ID, opens=True, attempt=1)
-    await other.greets()
+async def test_a_repeated_wait_keeps_its_turn(server: StoreServer, log: FakeLog) -> None:
+    first, other = await two_clients(server)
     await other.asked(ops.Push(1, b"/q", b"item"))
-    turn = await first.asked(ops.Await(1, b"/q"))
+    turn = await first.asked(ops.WaitOrTurn(1, b"/q"))
     await other.asked(ops.Set(2, b"/q", b"a key of the same name"))
     first.closes()
     again = await client(server)
     await again.greets(ID, attempt=2)
-    assert await again.asked(ops.Await(1, b"/q")) == turn
-    assert await again.asked(ops.Draw(2, b"/q", 1)) == [1, b"item"]
+    assert await again.asked(ops.WaitOrTurn(1, b"/q")) == turn
+    assert await again.asked(ops.TurnPop(2, b"/q", 1)) == [1, b"item"]

@@ -1,4 +1,4 @@
-"""One port for all: PyTorch's clients, browsers, strangers and the silent, none of whom disturbs another."""
+"""One port for PyTorch's clients, browsers, strangers and silent peers, none of which affects another."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from tests.wire import AMPLE_S, Serving
-from tests.wire import http as ask
+from tests.raw_peer import AMPLE_S, ServerProcess
+from tests.raw_peer import http as ask
 
 from rallypoint.protocol.c10d import Opcode, encode, hello
-from rallypoint.server.base import COMPLAINTS_KEPT
+from rallypoint.server.admission import Admission
 from rallypoint.server.http import MAX_HEAD_BYTES, HttpHandler
+from rallypoint.server.listener import ERRORS_KEPT, PeerLog
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
 
@@ -20,7 +21,9 @@ GET = b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n"
 LAST = b"GET /healthz HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
-def request(server: Serving, method: str, path: str, body: bytes | None = None) -> tuple[int, bytes, dict[str, str]]:
+def request(
+    server: ServerProcess, method: str, path: str, body: bytes | None = None
+) -> tuple[int, bytes, dict[str, str]]:
     connection = http.client.HTTPConnection(*server.address, timeout=AMPLE_S)
     try:
         connection.request(method, path, body)
@@ -33,13 +36,13 @@ def request(server: Serving, method: str, path: str, body: bytes | None = None) 
 # HTTP
 
 
-def test_healthz(server: Serving) -> None:
+def test_healthz(server: ServerProcess) -> None:
     status, body, headers = request(server, "GET", "/healthz")
     assert (status, body, headers["content-type"]) == (200, b"ok\n", "text/plain; charset=utf-8")
     assert request(server, "GET", "/healthz?from=probe")[0] == 200
 
 
-def test_the_page_says_what_the_server_holds(server: Serving) -> None:
+def test_the_page_says_what_the_server_holds(server: ServerProcess) -> None:
     with server.peer() as one, server.peer() as other:
         one.set(b"/page", b"v")
         one.push(b"/page-queue", b"v")
@@ -47,22 +50,21 @@ def test_the_page_says_what_the_server_holds(server: Serving) -> None:
         other.ping()
         status, body, headers = request(server, "GET", "/")
         assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
-        facts = dict(re.findall(r"<td>(\w+)</td><td>([\d.]+)</td>", body.decode()))
-        assert int(facts["keys"]) >= 1 and int(facts["queues"]) >= 1 and int(facts["waiting"]) >= 1
-        assert int(facts["connections"]) >= 3 and int(facts["bytes"]) > 0
-        assert b"/page" not in body, "keys and values are nobody's business"
+        facts = re.search(r"(\d+) connections, 0 sessions, (\d+) keys?, (\d+) waiting", body.decode())
+        assert facts and int(facts[1]) >= 3 and int(facts[2]) >= 1 and int(facts[3]) >= 1
+        assert b"/page" not in body, "the page shows no keys and values"
     assert server.until(lambda facts: facts["waiting"] == 0)
 
 
 @pytest.mark.parametrize(("path", "status"), [("/healthz", 200), ("/", 200), ("/nothing", 404)])
-def test_head_is_get_without_the_body(server: Serving, path: str, status: int) -> None:
+def test_head_is_get_without_the_body(server: ServerProcess, path: str, status: int) -> None:
     head = request(server, "HEAD", path)
     assert head[:2] == (status, b"")
     assert int(head[2]["content-length"]) > 0
 
 
-def test_what_is_not_there_or_not_allowed_is_said(server: Serving) -> None:
-    nothing = b"nothing here: try /, /about, /healthz or /statistics\n"
+def test_unknown_paths_and_methods_get_404_and_405(server: ServerProcess) -> None:
+    nothing = b"nothing here: try /, /status, /metrics, /about, /healthz or /statistics\n"
     assert request(server, "GET", "/favicon.ico")[:2] == (404, nothing)
     for method in ("PUT", "DELETE", "OPTIONS", "PATCH"):
         status, body, headers = request(server, method, "/")
@@ -72,7 +74,7 @@ def test_what_is_not_there_or_not_allowed_is_said(server: Serving) -> None:
     )
 
 
-def test_a_body_is_passed_over_and_the_connection_goes_on(server: Serving) -> None:
+def test_a_body_is_skipped_and_the_connection_is_kept(server: ServerProcess) -> None:
     connection = http.client.HTTPConnection(*server.address, timeout=AMPLE_S)
     for body in (b"x", b"x" * 300_000, [b"chunk", b"by", b"chunk"]):
         connection.request("POST", "/", body, encode_chunked=isinstance(body, list))
@@ -85,7 +87,7 @@ def test_a_body_is_passed_over_and_the_connection_goes_on(server: Serving) -> No
     connection.close()
 
 
-def test_requests_may_follow_each_other_or_come_together(server: Serving) -> None:
+def test_requests_may_follow_each_other_or_come_together(server: ServerProcess) -> None:
     one = ask(server.address, LAST)
     with server.peer(greet=False) as peer:
         kept = one.replace(b"Connection: close\r\n", b"")
@@ -96,7 +98,7 @@ def test_requests_may_follow_each_other_or_come_together(server: Serving) -> Non
         assert peer.rest() == kept * 500 + one
 
 
-def test_a_request_may_come_byte_by_byte(server: Serving) -> None:
+def test_a_request_may_come_byte_by_byte(server: ServerProcess) -> None:
     with server.peer(greet=False) as peer, server.peer() as other:
         for byte in LAST:
             peer.send(bytes((byte,)))
@@ -104,7 +106,7 @@ def test_a_request_may_come_byte_by_byte(server: Serving) -> None:
         assert peer.rest().endswith(b"ok\n")
 
 
-def test_the_older_http_is_answered_and_hung_up_on(server: Serving) -> None:
+def test_http_1_0_is_answered_and_closed(server: ServerProcess) -> None:
     assert ask(server.address, b"GET /healthz HTTP/1.0\r\n\r\n").endswith(b"ok\n")
 
 
@@ -113,7 +115,7 @@ def test_the_older_http_is_answered_and_hung_up_on(server: Serving) -> None:
     [b"\0\1\2\3\r\n\r\n", b"NONSENSE\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET / HTTP/1.1\r\nhost : x\r\n\r\n"],
 )
 @pytest.mark.parametrize("before", [b"", GET])
-def test_garbage_is_answered_as_such_after_what_came_before(server: Serving, garbage: bytes, before: bytes) -> None:
+def test_bad_http_gets_400_after_the_requests_before_it(server: ServerProcess, garbage: bytes, before: bytes) -> None:
     if not before and garbage.startswith(b"\0"):
         garbage = b"G" + garbage
     with server.peer() as healthy:
@@ -123,7 +125,7 @@ def test_garbage_is_answered_as_such_after_what_came_before(server: Serving, gar
         healthy.work(2)
 
 
-def test_a_head_that_never_ends_is_cut(server: Serving) -> None:
+def test_a_head_that_never_ends_is_cut(server: ServerProcess) -> None:
     with server.peer(greet=False) as peer, server.peer() as healthy:
         peer.send(b"GET / HTTP/1.1\r\n")
         try:
@@ -136,12 +138,15 @@ def test_a_head_that_never_ends_is_cut(server: Serving) -> None:
             pytest.fail("it may go on for ever")
 
 
-class _Wire:
-    """A connection as `HttpHandler` knows it."""
+class _ByteTransport:
+    """A connection as `HttpHandler` knows it, from this machine."""
+
+    is_local, over_tls, socket = True, False, None
 
     def __init__(self) -> None:
         self.sent = b""
         self.closed = False
+        self.errors: list[str] = []
 
     def send(self, data: bytes) -> None:
         self.sent += data
@@ -149,48 +154,49 @@ class _Wire:
     def close(self) -> None:
         self.closed = True
 
-    def who(self) -> str:
-        return "10.0.0.1:1"
+    def log_error(self, why: str) -> None:
+        self.errors.append(why)
 
 
-def face() -> tuple[HttpHandler, _Wire]:
-    wire = _Wire()
-    return HttpHandler(StoreServer(Settings()), wire), wire  # type: ignore[arg-type]
+def http_handler() -> tuple[HttpHandler, _ByteTransport]:
+    transport = _ByteTransport()
+    return HttpHandler(StoreServer(Settings()).site, transport, Admission()), transport  # type: ignore[arg-type]
 
 
 def test_a_head_is_counted_and_limited() -> None:
-    web, wire = face()
+    web, transport = http_handler()
     web.receive(b"GET / HTTP/1.1\r\nx: " + b"x" * 10_000)
-    assert web.held > 10_000 and not wire.sent
+    assert web.held > 10_000 and not transport.sent
     web.receive(b"x" * MAX_HEAD_BYTES)
-    assert wire.sent.startswith(b"HTTP/1.1 431") and wire.closed
+    assert transport.sent.startswith(b"HTTP/1.1 431") and transport.closed
+    assert [why.startswith("bad HTTP: ") for why in transport.errors] == [True]
 
 
 def test_a_body_is_not_kept() -> None:
-    web, wire = face()
+    web, transport = http_handler()
     web.receive(b"POST / HTTP/1.1\r\nhost: x\r\ncontent-length: 99999999\r\n\r\n")
     for _ in range(90):
         web.receive(b"x" * 1_000_000)
         assert web.held == 0
-    assert wire.sent.startswith(b"HTTP/1.1 405") and not wire.closed
+    assert transport.sent.startswith(b"HTTP/1.1 405") and not transport.closed
 
 
 def test_many_requests_at_once_are_answered_a_few_at_a_time() -> None:
-    web, wire = face()
+    web, transport = http_handler()
     web.receive(GET * 10_000)
     assert web.blocked and web.held > 0
-    assert wire.sent.count(b"ok\n") < 100, "everybody else would wait meanwhile"
+    assert transport.sent.count(b"ok\n") < 100, "other clients would have to wait"
     while web.blocked:
         web.receive(b"")
-    assert wire.sent.count(b"ok\n") == 10_000 and web.held == 0 and not wire.closed
+    assert transport.sent.count(b"ok\n") == 10_000 and web.held == 0 and not transport.closed
 
 
 # Strangers
 
 
-def test_strangers_are_dropped_and_told_of_once_for_each_address(tmp_path: Path) -> None:
-    with Serving(tmp_path) as server, server.peer() as healthy:
-        strangers = [b"\x16\x03\x01\x02\x00", b"\xff", b"get / HTTP/1.1\r\n\r\n", b"\x01\0\0\0", b"SSH-2.0-x\r\n\r\n"]
+def test_strangers_are_dropped_and_logged_once_per_address(tmp_path: Path) -> None:
+    with ServerProcess(tmp_path) as server, server.peer() as healthy:
+        strangers = [b"\x17\x03\x01\x02\x00", b"\xff", b"get / HTTP/1.1\r\n\r\n", b"\x01\0\0\0", b"SSH-2.0-x\r\n\r\n"]
         for source in ("127.0.0.2", "127.0.0.3"):
             for first in strangers:
                 with server.peer(greet=False, source=source) as peer:
@@ -199,22 +205,21 @@ def test_strangers_are_dropped_and_told_of_once_for_each_address(tmp_path: Path)
                 healthy.work(1)
         log = server.log()
         assert log.count("dropped") == 2 and log.count("127.0.0.2:") == 1 and log.count("127.0.0.3:") == 1
-        assert r"b'\x16\x03\x01\x02\x00' are of no protocol spoken here" in log
+        assert r"unrecognized protocol; first bytes: b'\x17\x03\x01\x02\x00'" in log
 
 
 def test_the_log_does_not_grow_with_the_number_of_attackers(caplog: pytest.LogCaptureFixture) -> None:
-    server = StoreServer(Settings())
-    for number in range(COMPLAINTS_KEPT + 50):
-        wire = _Wire()
-        wire.who = lambda number=number: f"2001:db8::{number:x}:1"  # type: ignore[misc]
-        server.complain(wire, "nonsense")  # type: ignore[arg-type]
-        server.complain(wire, "nonsense")  # type: ignore[arg-type]
-    assert len(caplog.records) == COMPLAINTS_KEPT
+    peer_log = PeerLog()
+    for number in range(ERRORS_KEPT + 50):
+        host = f"2001:db8::{number:x}"
+        peer_log.protocol_error(host, f"{host}:1", "nonsense")
+        peer_log.protocol_error(host, f"{host}:2", "nonsense")
+    assert len(caplog.records) == ERRORS_KEPT
 
 
 @pytest.mark.parametrize("uvloop", [True, False])
-def test_the_silent_are_dropped_and_nobody_else(tmp_path: Path, uvloop: bool) -> None:
-    with Serving(tmp_path, uvloop, greeting_s=1.0) as server:
+def test_silent_connections_are_dropped_and_no_others(tmp_path: Path, uvloop: bool) -> None:
+    with ServerProcess(tmp_path, uvloop, greeting_s=1.0) as server:
         with server.peer() as idle, server.peer() as busy, server.peer(greet=False) as browser:
             browser.send(b"G")
             silent = [server.peer(greet=False) for _ in range(5)]
@@ -222,12 +227,12 @@ def test_the_silent_are_dropped_and_nobody_else(tmp_path: Path, uvloop: bool) ->
                 assert peer.rest() == b""
                 peer.close()
             busy.work(2)
-            idle.ping()  # who has greeted may be silent
-            assert browser.rest() == b""  # nor may a browser begin a request and never end it
-        assert "did not say who calls within 1 s" in server.log()
+            idle.ping()  # a client may be silent after its greeting
+            assert browser.rest() == b""  # an unfinished HTTP request counts as silence
+        assert "no complete greeting within 1 s" in server.log()
 
 
-def test_a_greeting_may_be_cut_anywhere(server: Serving) -> None:
+def test_a_greeting_may_be_cut_anywhere(server: ServerProcess) -> None:
     greeting = hello(5)
     for at in range(1, len(greeting)):
         with server.peer(greet=False) as peer, server.peer() as other:
@@ -237,7 +242,7 @@ def test_a_greeting_may_be_cut_anywhere(server: Serving) -> None:
             assert peer.read(4) == b"\5\0\0\0"
 
 
-def test_a_wrong_greeting_ends_the_connection(server: Serving) -> None:
+def test_an_unknown_greeting_ends_the_connection(server: ServerProcess) -> None:
     for first in (encode(Opcode.VALIDATE, 1), b"\0\0\0\0\0\0\0\0", hello(1) + encode(Opcode.VALIDATE, 0x3C85F7CE)):
         with server.peer(greet=False) as peer:
             peer.send(first)

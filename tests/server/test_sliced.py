@@ -1,4 +1,4 @@
-"""Long lists a slice at a time: what happens between two slices counts, and nothing is kept afterwards."""
+"""Long lists processed in slices: changes between two slices count, and nothing is kept afterwards."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import gc
 import weakref
 
 import pytest
-from tests.server.peers import Ours
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
+from tests.server.peers import NativePeer
 
 from rallypoint.core import ops
 from rallypoint.core.engine import Engine
+from rallypoint.server.connections.sliced import NO_SOURCE, SLICE_ITEMS, ListEncoder, encode_in_slices, look_in_slices
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
-from rallypoint.server.sliced import SLICE_ITEMS, encode_in_slices, look_in_slices
 
 KEYS = [b"/%d" % number for number in range(3 * SLICE_ITEMS)]
 
@@ -47,7 +47,7 @@ async def look(engine: Engine, between: list[ops.Op]) -> bool:
         pytest.param([ops.Push(0, b"q", b"v"), ops.Pop(0, b"q")], False, id="a-queue-ended"),
     ],
 )
-def test_keys_are_there_if_none_was_deleted_between_slices(between: list[ops.Op], here: bool) -> None:
+def test_keys_exist_if_none_was_deleted_between_slices(between: list[ops.Op], here: bool) -> None:
     assert asyncio.run(look(filled(), between)) is here
 
 
@@ -69,27 +69,28 @@ def test_a_list_is_freed_at_once(work: str) -> None:
         if work == "look":
             look_in_slices(filled(), items, done.set_result)
         else:
-            encode_in_slices(items, b"".join, 1 << 30, lambda parts, size: done.set_result(size))
+            encoder = ListEncoder(b"".join, bytes, 0)
+            encode_in_slices(items, encoder, NO_SOURCE, 1 << 30, bool, lambda _, size, owned: done.set_result(size))
         await done
         return weakref.ref(items)
 
     gc.disable()
     try:
-        assert asyncio.run(run())() is None, "it waits for the garbage collection"
+        assert asyncio.run(run())() is None, "a reference cycle keeps the list"
     finally:
         gc.enable()
 
 
 MANY = [b"/a key of some length/%d" % number for number in range(16_384)]
-"""Enough for a request whose keys are looked up in slices."""
+"""Enough keys to be looked up in slices."""
 
 
-async def peer_of_many(missing: int) -> tuple[StoreServer, Ours]:
+async def peer_of_many(missing: int) -> tuple[StoreServer, NativePeer]:
     """Connect to a server that has all of the keys but one."""
     server = StoreServer(Settings())
     await server.open([])
     server.state.namespaces[0].engine.put_all([(key, b"v") for key in MANY if key is not MANY[missing]])
-    peer = Ours(server)
+    peer = NativePeer(server)
     await peer.greets()
     return server, peer
 
@@ -100,7 +101,7 @@ def test_a_wait_for_many_keys_ends_when_the_last_is_there(missing: int) -> None:
         server, peer = await peer_of_many(missing)
         peer.asks(ops.Wait(1, MANY, AMPLE_S))
         assert await peer.asked(ops.Check(2, MANY)) is False, "later requests come in their turn"
-        other = Ours(server)
+        other = NativePeer(server)
         await other.greets()
         assert await other.asked(ops.Set(1, MANY[missing], b"v")) is None
         assert (await peer.reads())[0] == 1
@@ -110,7 +111,7 @@ def test_a_wait_for_many_keys_ends_when_the_last_is_there(missing: int) -> None:
     asyncio.run(asyncio.wait_for(run(), AMPLE_S))
 
 
-def test_a_wait_that_is_taken_back_while_it_is_looked_at_leaves_nothing() -> None:
+def test_a_wait_cancelled_during_its_lookup_leaves_nothing() -> None:
     async def run() -> None:
         server, peer = await peer_of_many(-1)
         peer.asks(ops.Wait(1, MANY, AMPLE_S), ops.Drop(2, 1))

@@ -1,35 +1,36 @@
-"""Peers of a durable server that do not take their replies, and disks that are slower than the peers: what is held."""
+"""What a durable server holds for peers that do not read their replies, and for disks slower than the peers."""
 
 from __future__ import annotations
 
 import asyncio
 import struct
-from typing import Any
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeVar
 
 import pytest
 from tests.server.fake_log import FakeLog, on_log
-from tests.server.peers import Line, Ours, Torch, settle
+from tests.server.peers import FakeTransport, NativePeer, TorchPeer, settle
 
 from rallypoint.core import ops
-from rallypoint.core.records import Status
+from rallypoint.core.records import ReplyStatus
 from rallypoint.protocol.c10d import WAITED, Opcode, encode
 from rallypoint.protocol.native import Frames, frame
-from rallypoint.server import native_connection
-from rallypoint.server.base import RESERVE_BYTES
-from rallypoint.server.native_connection import REPLIES_BYTES
+from rallypoint.server.connections import native_connection
+from rallypoint.server.connections.limits import RESERVE_BYTES
+from rallypoint.server.connections.native_connection import REPLIES_BYTES
+from rallypoint.server.connections.sliced import SLICE_ITEMS
 from rallypoint.server.server import StoreServer
-from rallypoint.server.sliced import SLICE_ITEMS
 
 MIB = 1024 * 1024
 LARGE = b"v" * MIB
-"""A value of which a few are more than a transport holds before it says so."""
+"""A few of these values exceed the buffer of a transport."""
 
 MOST = REPLIES_BYTES + 3 * MIB
-"""What may be written for a peer that does not read: what it is owed at a time, and the last reply beside."""
+"""The most bytes written for a peer that does not read: the limit on replies, and the last reply."""
 
 
-class _Mute(Line):
-    """A peer that reads nothing until told; it notes how much was ever written for it and not read."""
+class _Mute(FakeTransport):
+    """A peer that reads nothing at first; it records the largest amount written and not read."""
 
     most = 0
 
@@ -38,12 +39,15 @@ class _Mute(Line):
         self.most = max(self.most, len(self.pending))
 
 
-class MuteOurs(_Mute, Ours):
+class MuteOurs(_Mute, NativePeer):
     """One that speaks our protocol."""
 
 
-class MuteTorch(_Mute, Torch):
+class MuteTorch(_Mute, TorchPeer):
     """One that speaks PyTorch's."""
+
+
+Mute = TypeVar("Mute", bound=_Mute)
 
 
 async def ours(server: StoreServer, session: bytes = b"") -> MuteOurs:
@@ -56,18 +60,24 @@ async def torch(server: StoreServer) -> MuteTorch:
     return await MuteTorch(server).greets()
 
 
-async def store_large(server: StoreServer) -> Ours:
-    writer = Ours(server)
+async def store_large(server: StoreServer) -> NativePeer:
+    writer = NativePeer(server)
     await writer.greets()
     await writer.asked(ops.Set(1, b"/large", LARGE))
     return writer
 
 
+async def stalled(server: StoreServer, log: FakeLog, connect: Callable[[StoreServer], Awaitable[Mute]]) -> Mute:
+    """Return a peer of a server that has a large value, and commits nothing until the log flows."""
+    await store_large(server)
+    peer = await connect(server)
+    log.stalled = True
+    return peer
+
+
 @on_log
 async def test_reads_behind_a_change_wait_for_a_native_peer_to_read(server: StoreServer, log: FakeLog) -> None:
-    await store_large(server)
-    peer = await ours(server)
-    log.stalled = True
+    peer = await stalled(server, log, ours)
     peer.asks(
         ops.Add(1, b"/n", 1), *(ops.Get(number, b"/large", 0.0) for number in range(2, 302)), ops.Add(302, b"/n", 1)
     )
@@ -75,7 +85,7 @@ async def test_reads_behind_a_change_wait_for_a_native_peer_to_read(server: Stor
     assert peer.most < MOST and peer.stopped and not peer.closing
     assert server.state.namespaces[0].engine.execute(ops.Peek(0, b"/n")) == b"2", "changes do not wait"
     held = server.statistics()["bytes"] - MIB
-    assert 300 * 100 < held < MOST + MIB, "what waits is counted, and is not the replies"
+    assert 300 * 100 < held < MOST + MIB, "waiting requests are counted; their replies are not made yet"
     replies = dict([(await peer.reads())[::2] for _ in range(302)])
     assert replies == {1: 1, 302: 2, **{number: [LARGE] for number in range(2, 302)}}
     assert peer.most < MOST and not peer.stopped
@@ -85,9 +95,7 @@ async def test_reads_behind_a_change_wait_for_a_native_peer_to_read(server: Stor
 
 @on_log
 async def test_reads_behind_a_change_wait_for_a_torch_peer_to_read(server: StoreServer, log: FakeLog) -> None:
-    await store_large(server)
-    peer = await torch(server)
-    log.stalled = True
+    peer = await stalled(server, log, torch)
     peer.says(
         (encode(Opcode.ADD, b"/n", 1) + encode(Opcode.GET, b"/large") + encode(Opcode.PING, 7)) * 100
         + encode(Opcode.MULTI_GET, 2, b"/large", b"/n")
@@ -104,26 +112,24 @@ async def test_reads_behind_a_change_wait_for_a_torch_peer_to_read(server: Store
 
 
 @on_log
-async def test_so_do_the_large_answers_of_changes(server: StoreServer, log: FakeLog) -> None:
+async def test_large_replies_to_changes_wait_for_their_peer_to_read(server: StoreServer, log: FakeLog) -> None:
     await store_large(server)
     native, other = await ours(server), await torch(server)
     log.stalled = True
-    native.asks(*(ops.Swap(number, b"/large", b"wrong", b"w") for number in range(1, 101)))
+    native.asks(*(ops.CompareSwap(number, b"/large", b"wrong", b"w") for number in range(1, 101)))
     other.says(encode(Opcode.COMPARE_SET, b"/large", b"wrong", b"w") * 100)
     await log.flow()
     assert native.most < MOST and other.most < MOST
     assert [await other.string() for _ in range(100)] == [LARGE] * 100
     assert sorted([await native.reads() for _ in range(100)]) == [
-        [number, Status.OK, [False, LARGE]] for number in range(1, 101)
+        [number, ReplyStatus.OK, [False, LARGE]] for number in range(1, 101)
     ]
 
 
 @on_log
-async def test_so_do_replies_behind_a_long_list(server: StoreServer, log: FakeLog) -> None:
-    """Until the list is encoded, the peer has been sent nothing, and does not look slow."""
-    await store_large(server)
-    peer = await torch(server)
-    log.stalled = True
+async def test_replies_behind_a_long_list_wait_for_their_peer_to_read(server: StoreServer, log: FakeLog) -> None:
+    """Nothing is sent until the list is encoded, so the peer does not look slow yet."""
+    peer = await stalled(server, log, torch)
     many = [b"/large", *[b"/none"] * SLICE_ITEMS]
     peer.says(
         encode(Opcode.SET, b"/k", b"")
@@ -152,7 +158,7 @@ async def test_lists_behind_a_change_are_made_a_few_at_a_time(server: StoreServe
 
 @on_log
 async def test_a_read_that_waits_for_its_peer_ends_its_turn_at_once(server: StoreServer, log: FakeLog) -> None:
-    """Any request of a torch client ends its turn, in the log too, though the reply to this one is made later."""
+    """Any request of a torch client ends its turn, in the log too, even if its reply is made later."""
     writer, peer, next_one = await store_large(server), await torch(server), await torch(server)
     peer.asks(Opcode.WAIT, 1, b"/q")
     await settle()
@@ -195,9 +201,9 @@ async def test_a_peer_that_hangs_up_leaves_nothing_to_be_sent(server: StoreServe
 
 
 @on_log
-async def test_pushes_are_sent_again_as_fast_as_the_client_takes_them(server: StoreServer, log: FakeLog) -> None:
+async def test_repeated_pushes_wait_for_the_client_to_read(server: StoreServer, log: FakeLog) -> None:
     writer, peer = await store_large(server), await ours(server)
-    await peer.asked(ops.Watch(1, b"/w/"))
+    await peer.asked(ops.WatchPrefix(1, b"/w/"))
     peer.hangs_up()
     await settle()
     for number in range(20):
@@ -220,13 +226,13 @@ async def test_pushes_are_sent_again_as_fast_as_the_client_takes_them(server: St
 
 
 @on_log(max_memory=64 * MIB)
-async def test_what_waits_for_the_disk_is_bounded_and_counted_though_its_clients_are_gone(
+async def test_requests_of_disconnected_clients_that_wait_for_the_disk_are_bounded(
     server: StoreServer, log: FakeLog
 ) -> None:
     value = b"v" * (4 * MIB)
     log.stalled = True
     for number in range(40):
-        peer = await Torch(server).greets()
+        peer = await TorchPeer(server).greets()
         peer.says(encode(Opcode.SET, b"/k%d" % (number % 2), value))
         peer.hangs_up()
         await settle()
@@ -237,8 +243,8 @@ async def test_what_waits_for_the_disk_is_bounded_and_counted_though_its_clients
     assert server.statistics()["bytes"] < 3 * len(value)
 
 
-@pytest.mark.parametrize("kind", [Ours, Torch])
-def test_who_finds_the_queue_of_the_log_crowded_waits_and_loses_nothing(kind: type[Ours | Torch]) -> None:
+@pytest.mark.parametrize("kind", [NativePeer, TorchPeer])
+def test_clients_of_a_full_log_queue_wait_and_lose_nothing(kind: type[NativePeer | TorchPeer]) -> None:
     @on_log(max_memory=64 * MIB)
     async def check(server: StoreServer, log: FakeLog) -> None:
         peers = [kind(server) for _ in range(20)]
@@ -246,7 +252,7 @@ def test_who_finds_the_queue_of_the_log_crowded_waits_and_loses_nothing(kind: ty
             await peer.greets()
         log.stalled = True
         for number, peer in enumerate(peers):
-            if isinstance(peer, Ours):
+            if isinstance(peer, NativePeer):
                 grow = [ops.Append(1, b"/own%d" % number, b"v" * (2 * MIB)), ops.Delete(2, b"/own%d" % number)]
                 peer.says(b"".join(map(frame, [*grow, ops.Add(3, b"/n", 1), ops.Ping(4)])))
             else:
@@ -258,7 +264,7 @@ def test_who_finds_the_queue_of_the_log_crowded_waits_and_loses_nothing(kind: ty
         log.end()
         counts = set()
         for peer in peers:
-            if isinstance(peer, Ours):
+            if isinstance(peer, NativePeer):
                 replies = [await peer.reads() for _ in range(4)]
                 counts.add(replies[2][2])
             else:

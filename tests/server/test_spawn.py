@@ -16,7 +16,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from tests.wire import MIB, Peer, http, read_line, script, until, wait_for_end
+from tests.raw_peer import MIB, RawPeer, http, may_listen, read_line, script, until, wait_for_end
 
 import rallypoint
 from rallypoint import net
@@ -24,14 +24,8 @@ from rallypoint.errors import AddressTaken, ServerFailed
 
 
 def serves(port: int) -> bool:
-    with Peer(("127.0.0.1", port)) as peer:
+    with RawPeer(("127.0.0.1", port)) as peer:
         peer.ping()
-    return True
-
-
-def may_listen(port: int) -> bool:
-    for sock in net.listen(["127.0.0.1"], port):
-        sock.close()
     return True
 
 
@@ -45,7 +39,7 @@ def test_it_serves_until_it_is_closed_and_the_port_is_free_at_once() -> None:
     with rallypoint.Server() as server:
         assert server.url == f"tcp://127.0.0.1:{server.port}"
         assert server.running() and str(server.pid) in repr(server)
-        peer = Peer(("127.0.0.1", server.port))
+        peer = RawPeer(("127.0.0.1", server.port))
         peer.work()
         store = rallypoint.connect(server.url)
         store.set("k", "v")
@@ -53,9 +47,9 @@ def test_it_serves_until_it_is_closed_and_the_port_is_free_at_once() -> None:
     assert not server.running() and "ended" in repr(server)
     assert peer.rest() == b""
     peer.close()
-    with rallypoint.Server(port=server.port) as again:  # though connections of the old one linger
+    with rallypoint.Server(port=server.port) as again:  # although connections of the old one linger
         assert again.port == server.port and serves(again.port)
-        server.close()  # harmless, also for the other
+        server.close()  # harmless when repeated, also for the new server
         assert serves(again.port)
 
 
@@ -69,13 +63,13 @@ def test_it_listens_on_a_socket_that_it_is_given() -> None:
 def test_it_listens_on_several_addresses() -> None:
     with rallypoint.Server(["127.0.0.1", "127.0.0.3"]) as server:
         for host in ("127.0.0.1", "127.0.0.3"):
-            with Peer((host, server.port)) as peer:
+            with RawPeer((host, server.port)) as peer:
                 peer.ping()
         with pytest.raises(ConnectionRefusedError):
-            Peer(("127.0.0.2", server.port))
+            RawPeer(("127.0.0.2", server.port))
 
 
-def test_it_is_closed_when_nobody_refers_to_it() -> None:
+def test_it_is_closed_with_its_last_reference() -> None:
     server = rallypoint.Server()
     pid, port = server.pid, server.port
     del server
@@ -85,7 +79,7 @@ def test_it_is_closed_when_nobody_refers_to_it() -> None:
     assert may_listen(port)
 
 
-def test_it_can_be_killed_and_says_so() -> None:
+def test_running_is_false_after_a_kill() -> None:
     with rallypoint.Server() as server:
         os.kill(server.pid, signal.SIGKILL)
         until(server.running, lambda running: not running)
@@ -103,12 +97,12 @@ def test_memory_limits_are_checked_before_anything_is_started(name: str) -> None
 
 
 @pytest.mark.parametrize("grace", [-1, float("inf"), float("nan"), 86_401, timedelta(days=2)])
-def test_a_grace_that_is_none_is_refused(grace: float) -> None:
+def test_an_invalid_grace_is_refused(grace: float) -> None:
     with pytest.raises(ValueError, match="grace must"):
         rallypoint.Server(grace=grace)
 
 
-def test_the_limits_are_the_childs() -> None:
+def test_the_child_has_the_given_limits() -> None:
     with rallypoint.Server(max_memory=64 * MIB, max_connection_memory=32 * MIB) as server:
         assert server.statistics()["max_bytes"] == 64 * MIB
         keys = [str(number) for number in range(5)]
@@ -122,7 +116,7 @@ def test_the_limits_are_the_childs() -> None:
 # It cannot start
 
 
-def test_a_taken_port_is_said_before_anything_is_started() -> None:
+def test_a_taken_port_is_reported_before_a_child_starts() -> None:
     with socket.create_server(("127.0.0.1", 0)) as sock:
         port = sock.getsockname()[1]
         with pytest.raises(AddressTaken, match=f"127.0.0.1:{port}.*in use"):
@@ -130,7 +124,7 @@ def test_a_taken_port_is_said_before_anything_is_started() -> None:
 
 
 def test_a_child_that_ends_is_reported_with_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # It lets go of everything before it ends, as a process does; its code, not our signal, is what is to be told.
+    # It closes its descriptors before it exits, like any process; its own code is reported, not our signal.
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", "exec >&- 2>&-; exit 3"))
     port = net.free_port("127.0.0.1")
     with pytest.raises(ServerFailed, match="ended with 3; it says more on this process's standard error"):
@@ -150,7 +144,7 @@ def test_a_child_that_is_not_ready_in_time_is_reported_and_gone(
     assert may_listen(port)
 
 
-def test_a_python_that_is_not_there_is_a_server_that_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_interpreter_is_reported_as_server_failed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/nowhere/python")
     gc.collect()
     descriptors = os.listdir("/proc/self/fd")
@@ -215,7 +209,7 @@ print(server.pid, server.port, flush=True)
 def test_it_ends_when_its_parent_is_killed(death: signal.Signals) -> None:
     with script(START + "sys.stdin.read()") as parent:
         pid, port = map(int, read_line(parent).split())
-        peer = Peer(("127.0.0.1", port))
+        peer = RawPeer(("127.0.0.1", port))
         peer.wait(b"/never")
         parent.send_signal(death)
         assert peer.rest() == b""
@@ -233,10 +227,11 @@ def test_it_ends_when_its_parent_ends(end: str) -> None:
 
 
 def test_a_parent_that_dies_at_once_leaves_nothing() -> None:
-    # It is killed as soon as the child exists, most likely before that watches its parent.
+    # The parent is killed as soon as the child exists, most likely before the child watches it.
     code = """
 import os, signal, subprocess
-from rallypoint import Server, child as child_module
+from rallypoint import Server
+from rallypoint.process import child as child_module
 def start(*args, **more):
     child = subprocess.Popen(*args, **more)
     print(child.pid, flush=True)
@@ -277,7 +272,7 @@ def test_it_outlives_a_fork_of_its_parent_that_drops_it() -> None:
         assert serves(port)
 
 
-def test_ctrl_c_is_the_parents_to_judge() -> None:
+def test_ctrl_c_is_handled_by_the_parent_alone() -> None:
     listen = "import signal\nsignal.signal(signal.SIGINT, signal.default_int_handler)"  # whatever this shell ignores
     pause = textwrap.indent(listen + START + "sys.stdin.readline()\n", "    ")
     code = f"try:\n{pause}except KeyboardInterrupt:\n    print('judged', flush=True)\n"
@@ -285,9 +280,10 @@ def test_ctrl_c_is_the_parents_to_judge() -> None:
         pid, port = map(int, read_line(parent).split())
         assert os.getpgid(pid) != os.getpgid(parent.pid)
         os.killpg(parent.pid, signal.SIGINT)
+        assert parent.stdin is not None
         parent.stdin.write(b"\n")  # a signal that arrives just before the read blocks does not end it
         assert read_line(parent) == "judged"
-        os.kill(pid, signal.SIGINT)  # even one that is meant for it
+        os.kill(pid, signal.SIGINT)  # even a signal sent to the child itself
         assert serves(port) and b"200" in http(("127.0.0.1", port), b"GET /healthz HTTP/1.0\r\n\r\n")
 
 
@@ -305,6 +301,6 @@ def test_its_settings_are_not_among_its_arguments(tmp_path: Path, outlive: float
         assert b"rallypoint" in told and b"secret-place" not in told
 
 
-def test_settings_that_no_pipe_holds_are_refused() -> None:
-    with pytest.raises(ValueError, match="32768 is the limit"):
+def test_settings_larger_than_a_pipe_are_refused() -> None:
+    with pytest.raises(ValueError, match="bytes, limit 32768"):
         rallypoint.Server(storage="etcd://127.0.0.1:1/" + 40_000 * "x")

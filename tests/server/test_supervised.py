@@ -1,6 +1,6 @@
-"""A server with a data directory: when it dies another takes its place, on the same port, until it is told to end.
+"""A server with a data directory: when it dies it is replaced, on the same port, until it is closed.
 
-What is stored is another matter: here the children are memory servers, or programs that are no servers at all.
+Durability is tested elsewhere: here the children are memory servers, or programs that are no servers at all.
 """
 
 from __future__ import annotations
@@ -10,20 +10,22 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import pytest
-from tests.server.test_spawn import executable, may_listen, serves
-from tests.wire import Peer, read_line, script, until, wait_for_end
+from tests.raw_peer import RawPeer, may_listen, read_line, script, until, wait_for_end
+from tests.server.test_spawn import executable, serves
 
 import rallypoint
-from rallypoint import net, supervisor
+from rallypoint import net
 from rallypoint.deadline import Deadline
+from rallypoint.process import supervisor
+from rallypoint.process.supervisor import Supervisor
 from rallypoint.server.settings import Settings
 from rallypoint.store import master
-from rallypoint.supervisor import Supervisor
 
 AMPLE_S = 60.0
 
@@ -35,7 +37,7 @@ def server(tmp_path: Path) -> Iterator[rallypoint.Server]:
 
 
 def kill(server: rallypoint.Server) -> int:
-    """Kill the child, and return the process id of the one that follows it, when that serves."""
+    """Kill the child; return the process id of its successor once that serves."""
     died = server.pid
     os.kill(died, signal.SIGKILL)
     return int(until(lambda: server.statistics()["pid"], lambda pid: pid != died))
@@ -54,27 +56,27 @@ def test_a_child_that_dies_is_followed_by_another_on_the_same_port(server: rally
     assert may_listen(port)
 
 
-def test_whoever_calls_meanwhile_is_answered_by_the_next_child(server: rallypoint.Server) -> None:
-    peers: list[Peer] = []
+def test_calls_between_two_children_are_answered_by_the_next(server: rallypoint.Server) -> None:
+    peers: list[RawPeer] = []
     os.kill(server.pid, signal.SIGKILL)
     for _ in range(20):
         with socket.create_connection(("127.0.0.1", server.port), AMPLE_S):
-            pass  # nobody is refused at any moment
-    peers = [Peer(("127.0.0.1", server.port)) for _ in range(20)]
+            pass  # no connection is refused at any moment
+    peers = [RawPeer(("127.0.0.1", server.port)) for _ in range(20)]
     for peer in peers:
         peer.ping()
         peer.close()
     assert server.restarts == 1
 
 
-def test_clients_go_on_with_the_same_store(server: rallypoint.Server) -> None:
+def test_clients_continue_with_the_same_store(server: rallypoint.Server) -> None:
     with rallypoint.connect(server.url, timeout=AMPLE_S) as store:
         store.set("k", "v")
         kill(server)
         assert store.get("k") == b"v"
 
 
-def test_one_that_was_told_to_end_is_not_started_again(server: rallypoint.Server) -> None:
+def test_a_terminated_child_is_not_restarted(server: rallypoint.Server) -> None:
     os.kill(server.pid, signal.SIGTERM)
     assert server.wait(AMPLE_S) == 0
     assert not server.running() and server.restarts == 0
@@ -83,7 +85,7 @@ def test_one_that_was_told_to_end_is_not_started_again(server: rallypoint.Server
     assert may_listen(server.port)
 
 
-def test_without_a_data_directory_death_is_the_end() -> None:
+def test_without_a_data_directory_a_dead_child_is_not_restarted() -> None:
     with rallypoint.Server() as server:
         os.kill(server.pid, signal.SIGKILL)
         assert server.wait(AMPLE_S) == -signal.SIGKILL
@@ -91,7 +93,7 @@ def test_without_a_data_directory_death_is_the_end() -> None:
 
 
 def refusing(path: Path) -> str:
-    """A child that says why it does not come up."""
+    """A child that reports why it cannot start."""
     says = (
         "import json, os, sys\nos.write(json.loads(sys.stdin.readline())['ready_fd'], b'! no room\\n')\nsys.exit(1)\n"
     )
@@ -100,7 +102,7 @@ def refusing(path: Path) -> str:
     return str(path)
 
 
-def test_it_is_given_up_when_it_cannot_start_and_the_log_says_why(
+def test_repeated_failures_to_start_end_supervision_and_are_logged(
     server: rallypoint.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(supervisor, "PAUSE_S", (0.01, 0.02))
@@ -111,14 +113,14 @@ def test_it_is_given_up_when_it_cannot_start_and_the_log_says_why(
     assert not server.running() and server.restarts == supervisor.TRIES
     said = [record.getMessage() for record in caplog.records]
     where = f"the server at 127.0.0.1:{server.port}"
-    assert said[0].startswith(where) and said[0].endswith("ended with SIGKILL; starting it again")
+    assert said[0].startswith(where) and said[0].endswith("ended with SIGKILL; restarting it")
     assert said[1:-1] == [f"{where} did not start: no room"] * supervisor.TRIES
-    assert said[-1] == f"{where} is given up: {supervisor.TRIES} starts in a row failed: no room"
+    assert said[-1] == f"giving up on {where}: {supervisor.TRIES} starts in a row failed: no room"
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.1", server.port), AMPLE_S)
 
 
-def test_a_few_failures_are_not_the_end(
+def test_a_few_failures_to_start_are_survived(
     server: rallypoint.Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "PAUSE_S", (0.01, 0.02))
@@ -140,7 +142,7 @@ def test_close_ends_it_at_any_moment(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert not server.running() and server.wait(AMPLE_S) == -signal.SIGKILL
     assert may_listen(server.port)
     monkeypatch.setattr(supervisor, "PAUSE_S", (0.0, 0.0))
-    with rallypoint.Server(data_dir=tmp_path) as server:  # while a child comes up that never does
+    with rallypoint.Server(data_dir=tmp_path) as server:  # while a child starts and never finishes starting
         monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", "exec sleep 600"))
         os.kill(server.pid, signal.SIGKILL)
         until(lambda: server.restarts, lambda restarts: restarts == 1)
@@ -168,7 +170,7 @@ sys.stdin.read()
     with script(code, tmp_path) as parent:
         port = int(read_line(parent))
         assert read_line(parent) == "closed"
-        assert may_listen(port), "though the fork of its parent lives on"
+        assert may_listen(port), "although a fork of its parent still runs"
 
 
 @pytest.mark.parametrize("death", [signal.SIGKILL, signal.SIGTERM])
@@ -191,7 +193,7 @@ sys.stdin.read()
         assert may_listen(port)
 
 
-def test_it_is_closed_when_nobody_refers_to_it(tmp_path: Path) -> None:
+def test_it_is_closed_with_its_last_reference(tmp_path: Path) -> None:
     server = rallypoint.Server(data_dir=tmp_path)
     kill(server)
     pid, port = server.pid, server.port
@@ -204,7 +206,7 @@ def test_it_is_closed_when_nobody_refers_to_it(tmp_path: Path) -> None:
 
 
 class Clock:
-    """A clock that moves on when a child lives, and a note of the pauses, which pass at once."""
+    """A clock that advances while a child lives, and a record of the pauses, which take no time."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -216,7 +218,7 @@ class Clock:
 
 
 class Child:
-    """A child that lives for a while, by the clock."""
+    """A child that lives for some time of the clock."""
 
     pid = 1
 
@@ -231,7 +233,7 @@ class Child:
 
 def test_pauses_double_and_begin_anew_after_a_long_life(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = Clock()
-    monkeypatch.setattr(supervisor.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr(time, "monotonic", lambda: clock.now)
     children = [*(Child(clock, life_s) for life_s in (1, 1, 1, 1, 1, 1, 1, 29, 31, 1)), Child(clock, 1, code=0)]
     (sock,) = net.listen(["127.0.0.1"], 0)
 
@@ -248,7 +250,7 @@ def test_pauses_double_and_begin_anew_after_a_long_life(monkeypatch: pytest.Monk
     assert kept.restarts == 11 and not kept.running() and sock.fileno() == -1
 
 
-# One that outlives who started it
+# A server that outlives its parent
 
 OUTLIVING = """
 import sys
@@ -263,59 +265,61 @@ if sys.argv[3] == "close":
 
 def asks(port: int) -> int:
     """Return the process id of the server at a port."""
-    return master.ask_who(net.Endpoint("127.0.0.1", port), Deadline(AMPLE_S)).pid or 0
+    return master.identify_holder(net.Endpoint("127.0.0.1", port), Deadline(AMPLE_S)).pid or 0
 
 
-def test_one_that_outlives_its_parent_is_supervised_by_a_process_of_its_own(tmp_path: Path) -> None:
+def test_a_server_that_outlives_its_parent_has_a_supervising_process(tmp_path: Path) -> None:
     with script(OUTLIVING, tmp_path, 3.0, "leave") as parent:
-        keeper, port = map(int, read_line(parent).split())
+        holder, port = map(int, read_line(parent).split())
         parent.wait(AMPLE_S)
-    with Peer(("127.0.0.1", port)):  # so that it is not alone
+    with RawPeer(("127.0.0.1", port)):  # so that it has a client
         first = until(lambda: asks(port), bool)
-        assert first != keeper
+        assert first != holder
         os.kill(first, signal.SIGKILL)
         second = until(lambda: asks(port), lambda pid: pid not in (0, first))
-    wait_for_end(second)  # with nobody connected it ends, and so does what supervised it
-    wait_for_end(keeper)
+    wait_for_end(second)  # without clients it ends, and so does its supervising process
+    wait_for_end(holder)
     assert may_listen(port)
 
 
 @pytest.mark.parametrize("how", ["close", "kill"])
-def test_who_supervises_ends_and_so_does_the_server(how: str, tmp_path: Path) -> None:
+def test_the_server_ends_with_its_supervising_process(how: str, tmp_path: Path) -> None:
     with script(OUTLIVING, tmp_path, AMPLE_S, "close") as parent:
-        keeper, port = map(int, read_line(parent).split())
+        holder, port = map(int, read_line(parent).split())
         server = until(lambda: asks(port), bool)
         if how == "kill":
-            os.kill(keeper, signal.SIGKILL)
+            os.kill(holder, signal.SIGKILL)
         else:
             assert parent.stdin is not None
             parent.stdin.write(b"\n")
         wait_for_end(server)
-        wait_for_end(keeper) if how == "close" else None
+        wait_for_end(holder) if how == "close" else None
         assert may_listen(port)
 
 
-# What it is told
+# Settings of the child
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"recovery": 5}, "recovery is for a server with data_dir or storage"),
-        ({"data_dir": "d", "storage": "etcd://h:1/s"}, "not in both"),
-        ({"data_dir": "d", "engine": "etcd://h:1/s"}, "not in both"),
-        ({"storage": "etcd://h:1/s", "engine": "etcd://h:1/s"}, "give one of them"),
+        ({"recovery": 5}, "recovery needs data_dir or storage"),
+        ({"data_dir": "d", "storage": "etcd://h:1/s"}, "not both"),
+        ({"data_dir": "d", "engine": "etcd://h:1/s"}, "not both"),
+        ({"storage": "etcd://h:1/s", "engine": "etcd://h:1/s"}, "give only one of them"),
         ({"data_dir": ""}, "data_dir is empty"),
         ({"data_dir": "d", "recovery": -1}, "recovery must not be negative"),
         ({"data_dir": "d", "recovery": 1e6}, "recovery must be at most 86400 s"),
     ],
 )
-def test_what_cannot_be_is_refused(options: dict[str, object], words: str) -> None:
+def test_invalid_options_are_refused(options: dict[str, object], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         rallypoint.Server(**options)  # type: ignore[arg-type]
 
 
-def test_the_child_is_told_where_and_for_how_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_child_gets_the_data_directory_and_the_recovery_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shows = f'read -r told; echo "$told" > {tmp_path}/told; exec {sys.executable} "$@" <<END\n$told\nEND'
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", shows))
     monkeypatch.chdir(tmp_path)

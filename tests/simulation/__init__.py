@@ -1,1 +1,1 @@
-"""Many members against the machines, both ways of hosting, one seeded scheduler, no clock but a number."""
+"""Simulated members of the machines, on both hosts, with a seeded scheduler and a simulated clock."""

@@ -1,11 +1,11 @@
-"""Hosting on a store that only has bytes: read, apply, write if nobody was faster. The rules of `recipes/storehost.py`.
+"""The machines hosted on a store of bytes, by compare-and-set, with the rules of `recipes/hosting/cas_host.py`.
 
-The state has the version, the number of the bell, and the sessions that were declared dead: these three make it safe.
-A version never comes twice, so a write that was late can only land on the state that it was made from. A session that
-is declared dead is so for ever, and in the same write that takes it out of the machine. A member whose write was not
-answered does not know whether it will still land, and may give up there and take its call back; until the version has
-moved on, it therefore writes also what changes nothing. Half of the seeds look again now and then, as the real members
-do; the others only when the bell rings, which shows that the machines wake everybody whom they should.
+The stored state has a version and the sessions that were declared dead: these two make it safe. No version is used
+twice, so a late write can only replace the state that it was made from. A session is declared dead forever, in the
+same write that removes it from the machine. A member whose write was not answered does not know whether it will still
+be applied, and may give up and withdraw its call; until the version has changed, it therefore writes even without a
+change. In half of the seeds waiting members recheck periodically, as real ones do; in the others only when they are
+woken, which shows that the machines wake every call that they should.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.core.machine import WAIT, Call, Command, Machine, Step, Undo
+from rallypoint.core.machines.machine import WAIT, Call, Command, Machine, Step, Undo
 
-from .ledger import check_loss
-from .world import NEVER, Life, Process, SessionLost, World
+from .call_checker import check_loss
+from .simulator import NEVER, Process, SessionLost, Simulator, Steps
 
 SLICE_S = 1.0
 TIMED_OUT = "timed out"
 
 
 class State(msgspec.Struct, array_like=True):
-    """What is stored under one key."""
+    """The value of one key."""
 
     version: int = 0
     ended: list[str] = []
@@ -32,7 +32,7 @@ class State(msgspec.Struct, array_like=True):
 
 
 class Write(msgspec.Struct):
-    """A write that is under way."""
+    """A write in flight."""
 
     key: str
     before: int
@@ -41,64 +41,64 @@ class Write(msgspec.Struct):
 
 
 class BytesHost:
-    """A plain dict, and what may happen to messages on the way to it."""
+    """A plain dict, and the faults of messages to it."""
 
     waits_for_the_dead = False
 
-    def __init__(self, world: World) -> None:
-        self.world = world
+    def __init__(self, simulator: Simulator) -> None:
+        self.simulator = simulator
         self.blobs: dict[str, bytes] = {}
         self.flying: list[Write] = []
-        self.rung: set[str] = set()
-        self.patient = world.chance.random() < 0.5
-        self.loss = world.chance.choice((0, 0.05, 0.2))
-        self.alarms: dict[tuple[str, str], tuple[int, float]] = {}
-        """By session and key: the alarm that it has seen, and since when."""
+        self.woken: set[str] = set()
+        self.patient = simulator.chance.random() < 0.5
+        self.loss = simulator.chance.choice((0, 0.05, 0.2))
+        self.timers: dict[tuple[str, str], tuple[int, float]] = {}
+        """By session and key: the timer that it has seen, and since when."""
 
-    def call(self, process: Process, key: str, call: Call, command: Command, deadline: float) -> Life:
-        """Carry a call through; return its outcome, or that its time was over."""
+    def call(self, process: Process, key: str, call: Call, command: Command, deadline: float) -> Steps:
+        """Make a call; return its outcome or TIMED_OUT."""
         process.waits = (key, call, command)
         while True:
             outcome: Any = yield from self._apply(process, key, call, command)
             if outcome is not WAIT:
                 process.waits = None
                 return outcome
-            while call.id not in self.rung:
-                if self.world.now >= deadline:
+            while call.id not in self.woken:
+                if self.simulator.now >= deadline:
                     process.waits = None
                     return TIMED_OUT
-                yield min(deadline, self.world.now + SLICE_S)
-                yield from self.bury(process, key, type(command).machine)
-                yield from self._let_ring(process, key, type(command).machine)
+                yield min(deadline, self.simulator.now + SLICE_S)
+                yield from self.evict(process, key, type(command).machine)
+                yield from self._fire_timer(process, key, type(command).machine)
                 if not self.patient:
                     break
-            self.rung.discard(call.id)
+            self.woken.discard(call.id)
 
     def machine(self, key: str, kind: type[Machine]) -> Machine:
-        """Return the machine as it is now."""
+        """Return the current machine."""
         return self._read(key, kind)[1]
 
     def settle(self) -> None:
-        """Nothing is to be cleared away here."""
+        """Do nothing: a store of bytes keeps its keys."""
 
     def deliver(self) -> bool:
-        """Let a late write arrive."""
+        """Apply a late write."""
         if not self.flying:
             return False
-        self._land(self.flying.pop(self.world.chance.randrange(len(self.flying))))
+        self._land(self.flying.pop(self.simulator.chance.randrange(len(self.flying))))
         return True
 
     def tick(self) -> None:
-        """There is nobody here who has a clock."""
+        """Do nothing: the store has no clock."""
 
     def due(self) -> float:
-        """Return never: whoever waits looks again, and lets alarms ring."""
+        """Return never: waiting members fire the timers."""
         return NEVER
 
     def crashed(self, process: Process) -> None:
-        """There is nobody here who would notice."""
+        """Do nothing: the store does not know its clients."""
 
-    def _apply(self, process: Process, key: str, call: Call, command: Command) -> Life:
+    def _apply(self, process: Process, key: str, call: Call, command: Command) -> Steps:
         while True:
             yield None
             state, machine = self._read(key, type(command).machine)
@@ -113,36 +113,36 @@ class BytesHost:
             if answered is None:
                 process.unsure[key] = state.version
                 process.repeated = True
-                if not isinstance(command, Undo) and self.world.chance.random() < 0.3:
+                if not isinstance(command, Undo) and self.simulator.chance.random() < 0.3:
                     return TIMED_OUT
 
-    def _let_ring(self, process: Process, key: str, kind: type[Machine]) -> Life:
-        """Let the machine's alarm ring, if this process has seen it for its time; others may do the same."""
-        if kind.alarm is Machine.alarm:
-            return  # that kind has none
+    def _fire_timer(self, process: Process, key: str, kind: type[Machine]) -> Steps:
+        """Fire the machine's timer if this process has seen it for its duration; others may do the same."""
+        if kind.timer is Machine.timer:
+            return  # this kind has no timer
         state, machine = self._read(key, kind)
-        if machine.alarm is None:
+        if machine.timer is None:
             return
-        number, after_s = machine.alarm
-        seen, since = self.alarms.get((process.session, key), (0, 0.0))
+        number, after_s = machine.timer
+        seen, since = self.timers.get((process.session, key), (0, 0.0))
         if seen != number:
-            self.alarms[process.session, key] = number, self.world.now
-        elif self.world.now >= since + after_s:
+            self.timers[process.session, key] = number, self.simulator.now
+        elif self.simulator.now >= since + after_s:
             yield None
             state, machine = self._read(key, kind)
-            step = machine.ring(number, state.version + 1)
+            step = machine.on_timer(number, state.version + 1)
             if step.changed and (yield from self._write(key, state, machine, step)):
-                self.world.note("rang", str(process), number)
+                self.simulator.note("fired", str(process), number)
 
-    def bury(self, process: Process, key: str, kind: type[Machine]) -> Life:
-        """Take sessions out that have stood still for the grace."""
-        world = self.world
+    def evict(self, process: Process, key: str, kind: type[Machine]) -> Steps:
+        """Remove sessions that have been frozen for the grace."""
+        simulator = self.simulator
         state, machine = self._read(key, kind)
         if process.session in state.ended:
             raise SessionLost
         for session in sorted(machine.sessions()):
-            other = world.by_session[session]
-            if other is process or (other.session == session and not other.still(world.now)):
+            other = simulator.by_session[session]
+            if other is process or (other.session == session and not other.still(simulator.now)):
                 continue
             while True:
                 yield None
@@ -151,10 +151,10 @@ class BytesHost:
                     break
                 state.ended.append(session)
                 before = self._read(key, kind)[1]
-                step = machine.lost(session, state.version + 1)
+                step = machine.session_ended(session, state.version + 1)
                 check_loss(before, machine, session)
                 if (yield from self._write(key, state, machine, step)):
-                    world.note("buried", session, key)
+                    simulator.note("evicted", session, key)
                     break
 
     def _read(self, key: str, kind: type[Machine]) -> tuple[State, Machine]:
@@ -162,16 +162,16 @@ class BytesHost:
         state = State() if blob is None else msgspec.msgpack.decode(blob, type=State)
         return state, msgspec.msgpack.decode(state.machine, type=kind) if state.machine else kind()
 
-    def _write(self, key: str, state: State, machine: Machine, step: Step) -> Life:
-        """Send a write; return whether it won, or None: nobody knows."""
-        chance = self.world.chance
+    def _write(self, key: str, state: State, machine: Machine, step: Step) -> Steps:
+        """Send a write; return whether it won, or None if that is unknown."""
+        chance = self.simulator.chance
         after = State(state.version + 1, state.ended, b"" if _forgotten(machine) else msgspec.msgpack.encode(machine))
         write = Write(key, state.version, msgspec.msgpack.encode(after), list(step.woken))
         yield None
         if chance.random() >= self.loss:
             return self._land(write)
         fate = chance.choice(("lost", "answer lost", "late", "twice"))
-        self.world.note("write", fate, key, write.before)
+        self.simulator.note("write", fate, key, write.before)
         if fate in ("answer lost", "twice"):
             self._land(write)
         if fate in ("late", "twice"):
@@ -184,13 +184,13 @@ class BytesHost:
         if write.before != (0 if blob is None else msgspec.msgpack.decode(blob, type=State).version):
             return False
         self.blobs[write.key] = write.state
-        self.world.note("version", write.key, write.before + 1)
+        self.simulator.note("version", write.key, write.before + 1)
         for call in write.woken:
-            self.rung.add(call.id)
-            self.world.by_session[call.session].woken = True
+            self.woken.add(call.id)
+            self.simulator.by_session[call.session].woken = True
         return True
 
 
 def _forgotten(machine: Machine) -> Any:
-    """Say whether a machine may be dropped here: its kind needs no memory of those who have not looked yet."""
+    """Return whether a machine may be dropped: no late call of its kind needs it."""
     return machine.idle and machine.kind in ("lock", "roster")

@@ -1,4 +1,4 @@
-"""The simulation notices what it is there to notice: machines with a bug each, and how soon it is found."""
+"""The simulation detects bugs: mutants of the machines, each with one bug."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.barrier import Arrive, Barrier
-from rallypoint.core.doubts import Doubts
-from rallypoint.core.exchange import Exchange
-from rallypoint.core.lock import Lock
-from rallypoint.core.machine import WAIT, Call, Done, Step
-from rallypoint.core.roster import Roster
+from rallypoint.core.calls.contested_refusals import ContestedRefusals
+from rallypoint.core.machines.barrier import BarrierArrive, BarrierMachine
+from rallypoint.core.machines.exchange import ExchangeMachine
+from rallypoint.core.machines.lock import LockMachine
+from rallypoint.core.machines.machine import WAIT, Call, Done, Step
+from rallypoint.core.machines.membership import MembershipMachine
 
+from .simulator import Violation
 from .test_simulation import HOSTS, simulate
-from .world import Wrong
 
 SEEDS = 1000
 Method = Callable[..., Any]
 
 
 def opens_without_the_last(apply: Method) -> Method:
-    def mutant(self: Barrier, call: Call, command: Any, stamp: int) -> Step:
+    def mutant(self: BarrierMachine, call: Call, command: Any, stamp: int) -> Step:
         step: Step = apply(self, call, command, stamp)
-        if isinstance(command, Arrive) and step.outcome is WAIT and len(self.arrived) == command.members - 1:  # type: ignore[operator]
+        if isinstance(command, BarrierArrive) and step.outcome is WAIT and len(self.arrived) == command.members - 1:  # type: ignore[operator]
             return self._open(self.calls[call.id])
         return step
 
@@ -36,7 +36,7 @@ def waits_for_the_dead(lost: Method) -> Method:
 
 
 def keeps_what_was_taken_back(gone: Method) -> Method:
-    def mutant(self: Exchange, rank: int, call: str) -> bool:
+    def mutant(self: ExchangeMachine, rank: int, call: str) -> bool:
         del self.calls[call]
         return True
 
@@ -44,7 +44,7 @@ def keeps_what_was_taken_back(gone: Method) -> Method:
 
 
 def holds_a_successor_for_ever(settled: Method) -> Method:
-    def mutant(self: Exchange, *arguments: Any) -> Any:
+    def mutant(self: ExchangeMachine, *arguments: Any) -> Any:
         held, self.held = self.held, {}
         step = settled(self, *arguments)
         self.held = held
@@ -54,7 +54,7 @@ def holds_a_successor_for_ever(settled: Method) -> Method:
 
 
 def forgets_a_round_when_the_next_one_breaks(end: Method) -> Method:
-    def mutant(self: Exchange, result: list[bytes], lost: list[str]) -> Any:
+    def mutant(self: ExchangeMachine, result: list[bytes], lost: list[str]) -> Any:
         if lost:
             self.ended = {}
         return end(self, result, lost)
@@ -63,7 +63,7 @@ def forgets_a_round_when_the_next_one_breaks(end: Method) -> Method:
 
 
 def hands_on_its_fence(leave: Method) -> Method:
-    def mutant(self: Lock, ids: list[str], stamp: int) -> Step:
+    def mutant(self: LockMachine, ids: list[str], stamp: int) -> Step:
         return leave(self, ids, self.fence)  # type: ignore[no-any-return]
 
     return mutant
@@ -77,7 +77,7 @@ def wakes_nobody(changed: Method) -> Method:
     return lambda self, events, stamp: changed(self, events, stamp)[:0]
 
 
-def doubts_nothing(of: Method) -> Method:
+def contests_nothing(of: Method) -> Method:
     return lambda self, held, outcome, machine: False
 
 
@@ -89,38 +89,45 @@ def simulate_all(hosting: str) -> None:
 @pytest.mark.parametrize(
     ("machine", "method", "mutate", "notices"),
     [
-        (Barrier, "apply", opens_without_the_last, "went through the barrier, and . had not arrived"),
-        (Barrier, "lost", waits_for_the_dead, "wait on"),
-        (Exchange, "_gone", keeps_what_was_taken_back, "taken back or refused"),
-        (Exchange, "_settled", holds_a_successor_for_ever, "waits at the exchange, for nobody"),
-        (Exchange, "_end", forgets_a_round_when_the_next_one_breaks, "taken back or refused|not given in one round"),
-        (Lock, "_leave", hands_on_its_fence, "fence .* was that of"),
-        (Lock, "lost", waits_for_the_dead, "with the dead|waits for the lock"),
-        (Roster, "_join", counts_its_members, "two views of epoch|its view is"),
-        (Roster, "_changed", wakes_nobody, "which does not know it"),
+        (BarrierMachine, "apply", opens_without_the_last, "went through the barrier, and . had not arrived"),
+        (BarrierMachine, "session_ended", waits_for_the_dead, "wait on"),
+        (ExchangeMachine, "_remove_contribution", keeps_what_was_taken_back, "taken back or refused"),
+        (ExchangeMachine, "_settled", holds_a_successor_for_ever, "waits at the exchange, for nobody"),
+        (
+            ExchangeMachine,
+            "_end",
+            forgets_a_round_when_the_next_one_breaks,
+            "taken back or refused|not given in one round",
+        ),
+        (LockMachine, "_leave", hands_on_its_fence, "fence .* was that of"),
+        (LockMachine, "session_ended", waits_for_the_dead, "with the dead|waits for the lock"),
+        (MembershipMachine, "_join", counts_its_members, "two views of epoch|its view is"),
+        (MembershipMachine, "_changed", wakes_nobody, "which does not know it"),
     ],
 )
-def test_a_bug_is_found(
+def test_a_mutant_is_detected(
     machine: type[Any], method: str, mutate: Callable[[Method], Method], notices: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(machine, method, mutate(getattr(machine, method)))
-    with pytest.raises(Wrong, match=rf"seed \d+: Wrong\(.*({notices})"):
+    with pytest.raises(Violation, match=rf"seed \d+: Violation\(.*({notices})"):
         simulate_all("bytes")
 
 
-def test_a_server_that_refuses_for_the_sake_of_the_dead_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Doubts, "of", doubts_nothing(Doubts.of))
-    with pytest.raises(Wrong, match=r"was refused: Refused\(error='NameTaken'"):
+def test_a_server_that_refuses_because_of_dead_sessions_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ContestedRefusals, "contests", contests_nothing(ContestedRefusals.contests))
+    with pytest.raises(Violation, match=r"was refused: Refused\(error='NameTaken'"):
         simulate_all("server")
 
 
-def test_a_failure_tells_its_seed_and_its_story(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Lock, "_leave", hands_on_its_fence(Lock._leave))
+def test_a_failure_shows_its_seed_and_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(LockMachine, "_leave", hands_on_its_fence(LockMachine._leave))
     for hosting in HOSTS:
-        told = []
+        failures = []
         for _ in range(2):
-            with pytest.raises(Wrong, match=rf"SEEDS=1 FIRST_SEED=\d+ pytest tests/simulation -k {hosting}") as raised:
+            with pytest.raises(
+                Violation, match=rf"SEEDS=1 FIRST_SEED=\d+ pytest tests/simulation -k {hosting}"
+            ) as raised:
                 simulate_all(hosting)
-            told.append(str(raised.value))
-        assert told[0] == told[1], "a seed is a whole story"
-        assert " begin " in told[0] and " holds " in told[0]
+            failures.append(str(raised.value))
+        assert failures[0] == failures[1], "a seed determines the whole trace"
+        assert " begin " in failures[0] and " holds " in failures[0]

@@ -1,7 +1,7 @@
-"""The rendezvous under both hostings, seed by seed: nodes that come, go, die, return and freeze, in any order.
+"""The rendezvous on both hosts, seed by seed: nodes that join, leave, crash, return and freeze, in any order.
 
-SEEDS says how many in all, FIRST_SEED where to begin. Most worlds have a few nodes, some have dozens, a few hundreds.
-A failure prints its seed, what was wrong, and every step that led to it.
+SEEDS is the number of seeds, FIRST_SEED the first one. Most simulations have a few nodes, some dozens, a few hundreds.
+A failure prints its seed, the violation, and every step that led to it.
 """
 
 from __future__ import annotations
@@ -11,90 +11,86 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core import rendezvous
-from rallypoint.core.gathering import Form, Hold
-from rallypoint.core.machine import Done, Step
-from rallypoint.core.rendezvous import Rendezvous
+from rallypoint.core.machines import rendezvous
+from rallypoint.core.machines.machine import Done, Step
+from rallypoint.core.machines.rendezvous import RendezvousMachine
+from rallypoint.core.policy.round_policy import Form, Hold
 
 from .bytes_host import BytesHost
-from .nodes import KEY, Nodes
-from .rounds import expect_everybody_to_know
+from .rendezvous_nodes import KEY, Nodes
+from .round_checker import check_final_state
 from .server_host import ServerHost
+from .simulator import STEPS, Simulator, Violation
 from .test_simulation import FIRST_SEED, SEEDS
-from .world import STEPS, World, Wrong
 
 CROWD_EVERY = 200
 CROWD = (100, 300)
-"""How many nodes there are in one of so many worlds."""
+"""The range of the number of nodes in every CROWD_EVERY-th simulation."""
 
 
 class ForgetfulServer(ServerHost):
-    """A server that writes down when it knew of nobody, and so had forgotten all rounds."""
+    """A server that records when it had no machines, and so had forgotten all rounds."""
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
+    def __init__(self, simulator: Simulator) -> None:
+        super().__init__(simulator)
         self.forgot_at: set[int] = set()
 
     def tick(self) -> None:
         super().tick()
-        if not self.objects._machines:
+        if not self.objects.machines:
             self.forgot_at.add(self.engine.revision)
 
 
 HOSTS: dict[str, type[BytesHost | ServerHost]] = {"bytes": BytesHost, "server": ForgetfulServer}
 
 
-def size_of(world: World, seed: int) -> int:
-    """Make up how many nodes there are; the more, the less time passes with a step, and the more steps there are."""
-    chance = world.chance
+def size_of(simulator: Simulator, seed: int) -> int:
+    """Choose a number of nodes; with more nodes, steps are shorter and more numerous."""
+    chance = simulator.chance
     few = chance.random() < 0.6
     size = chance.randrange(1, 9) if few else chance.randrange(10, 40)
     if seed % CROWD_EVERY == 0:
         size = chance.randrange(*CROWD)
     slower = max(1.0, size / 8)
-    world.pace_s /= slower
-    world.trouble /= slower
-    world.calm_after = int(world.calm_after * slower)
-    world.steps = int(STEPS * slower)
+    simulator.pace_s /= slower
+    simulator.trouble /= slower
+    simulator.calm_after = int(simulator.calm_after * slower)
+    simulator.steps = int(STEPS * slower)
     return size
 
 
-def simulate(seed: int, hosting: str) -> World:
-    """Run one seed; raise Wrong with its story if anything is."""
-    world = World(seed)
-    host = world.host = HOSTS[hosting](world)
-    size = size_of(world, seed)
-    nodes = Nodes(world, host, size)
-    world.live_like = nodes.live
-    try:
+def simulate(seed: int, hosting: str) -> Simulator:
+    """Run one seed; raise Violation with its trace if a check fails."""
+    simulator = Simulator(seed)
+    host = simulator.host = HOSTS[hosting](simulator)
+    size = size_of(simulator, seed)
+    nodes = Nodes(simulator, host, size)
+    simulator.live_like = nodes.live
+    with simulator.explained(f"tests/simulation/test_rendezvous.py -k {hosting}"):
         for number in range(size):
-            world.start(f"n{number}")
-        world.run()
-        machine = host.machine(KEY, Rendezvous)
-        assert isinstance(machine, Rendezvous)
-        expect_everybody_to_know(world, machine, nodes.limits)
+            simulator.start(f"n{number}")
+        simulator.run()
+        machine = host.machine(KEY, RendezvousMachine)
+        assert isinstance(machine, RendezvousMachine)
+        check_final_state(simulator, machine, nodes.limits)
         nodes.rounds.judge(not nodes.asks, getattr(host, "forgot_at", set()))
         host.settle()
-    except Exception as error:
-        story = "\n".join(" ".join(map(str, line)) for line in world.trace)
-        again = f"SEEDS=1 FIRST_SEED={seed} pytest tests/simulation/test_rendezvous.py -k {hosting}"
-        raise Wrong(f"seed {seed}: {error!r}\n{story}\nseed {seed}: {error!r}\nagain: {again}") from error
-    return world
+    return simulator
 
 
 @pytest.mark.parametrize("hosting", HOSTS)
-def test_what_must_never_be_never_is(hosting: str) -> None:
-    for seed in range(FIRST_SEED, FIRST_SEED + (SEEDS + 1) // 2):
+def test_no_seed_violates_an_invariant(hosting: str) -> None:
+    for seed in range(FIRST_SEED, FIRST_SEED + (SEEDS + 3) // 4):
         simulate(seed, hosting)
 
 
-def test_a_seed_tells_the_same_story_every_time() -> None:
+def test_a_seed_always_gives_the_same_trace() -> None:
     for hosting in HOSTS:
-        stories = [repr(simulate(7, hosting).trace) for _ in range(2)]
-        assert stories[0] == stories[1] and "in round" in stories[0]
+        traces = [repr(simulate(7, hosting).trace) for _ in range(2)]
+        assert traces[0] == traces[1] and "in round" in traces[0]
 
 
-# It notices what it is there to notice
+# Mutants
 
 Method = Callable[..., Any]
 
@@ -103,19 +99,19 @@ def waits_for_the_dead(lost: Method) -> Method:
     return lambda self, session, stamp: Step(Done())
 
 
-def tells_nobody(end: Method) -> Method:
+def wakes_no_watcher(end: Method) -> Method:
     return lambda self, reason: end(self, reason)[:0]
 
 
-def closes_without_a_word(close: Method) -> Method:
+def closes_without_waking(close: Method) -> Method:
     return lambda self, command: close(self, command)._replace(woken=())
 
 
-def counts_ranks_as_they_came(tell: Method) -> Method:
-    def mutant(self: Rendezvous, name: str) -> Any:
-        told = tell(self, name)
-        told[3] = list(self.nodes).index(name)
-        return told
+def ranks_in_order_of_arrival(tell: Method) -> Method:
+    def mutant(self: RendezvousMachine, name: str) -> Any:
+        answer = tell(self, name)
+        answer[3] = list(self.nodes).index(name)
+        return answer
 
     return mutant
 
@@ -125,11 +121,11 @@ def uses_a_scope_again(form: Method) -> Method:
 
 
 def never_ends_last_call(ring: Method) -> Method:
-    return lambda self, alarm, stamp: Step(Done())
+    return lambda self, timer, stamp: Step(Done())
 
 
 def opens_the_same_run(opened: Method) -> Method:
-    def mutant(self: Rendezvous, stamp: int) -> Step:
+    def mutant(self: RendezvousMachine, stamp: int) -> Step:
         run = self.run
         step: Step = opened(self, stamp)
         self.run = run
@@ -138,11 +134,11 @@ def opens_the_same_run(opened: Method) -> Method:
     return mutant
 
 
-def is_content_with_one_less(decided: Method) -> Method:
+def forms_with_one_node_too_few(decided: Method) -> Method:
     def mutant(now: Any) -> Any:
         decision = decided(now)
-        few = isinstance(decision, Hold) and now.here == now.limits.min_nodes - 1 and now.newcomer is None
-        return Form("that will do") if few and now.here else decision
+        few = isinstance(decision, Hold) and now.joined == now.limits.min_nodes - 1 and now.newcomer is None
+        return Form("enough") if few and now.joined else decision
 
     return mutant
 
@@ -155,17 +151,17 @@ def simulate_all(hosting: str) -> None:
 @pytest.mark.parametrize(
     ("owner", "method", "mutate", "hosting", "notices"),
     [
-        (Rendezvous, "lost", waits_for_the_dead, "bytes", "with the dead|no end after"),
-        (Rendezvous, "_end", tells_nobody, "bytes", "in vain|was not told"),
-        (Rendezvous, "_close", closes_without_a_word, "bytes", "was not told|after .* had closed"),
-        (Rendezvous, "_round", counts_ranks_as_they_came, "server", "not the first|had rank|asked for rank"),
-        (Rendezvous, "_form", uses_a_scope_again, "bytes", "another round|in vain|came Round|before Round"),
-        (Rendezvous, "ring", never_ends_last_call, "bytes", "in vain"),
-        (Rendezvous, "_open", opens_the_same_run, "bytes", "came Round|after .* had closed"),
-        (rendezvous, "decide", is_content_with_one_less, "server", "is in a round of"),
+        (RendezvousMachine, "session_ended", waits_for_the_dead, "bytes", "with the dead|no end after"),
+        (RendezvousMachine, "_end", wakes_no_watcher, "bytes", "in vain|was not woken"),
+        (RendezvousMachine, "_close", closes_without_waking, "bytes", "was not woken|after .* had closed"),
+        (RendezvousMachine, "_round", ranks_in_order_of_arrival, "server", "not the first|had rank|asked for rank"),
+        (RendezvousMachine, "_form", uses_a_scope_again, "bytes", "another round|in vain|came Round|before Round"),
+        (RendezvousMachine, "on_timer", never_ends_last_call, "bytes", "in vain"),
+        (RendezvousMachine, "_open", opens_the_same_run, "bytes", "came Round|after .* had closed"),
+        (rendezvous, "decide", forms_with_one_node_too_few, "server", "is in a round of"),
     ],
 )
-def test_a_bug_is_found(
+def test_a_mutant_is_detected(
     owner: Any,
     method: str,
     mutate: Callable[[Method], Method],
@@ -174,7 +170,7 @@ def test_a_bug_is_found(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(owner, method, mutate(getattr(owner, method)))
-    with pytest.raises(Wrong, match=rf"SEEDS=1 FIRST_SEED=\d+ pytest .* -k {hosting}") as raised:
+    with pytest.raises(Violation, match=rf"SEEDS=1 FIRST_SEED=\d+ pytest .* -k {hosting}") as raised:
         simulate_all(hosting)
-    assert raised.match(rf"seed \d+: Wrong\(.*({notices})")
+    assert raised.match(rf"seed \d+: Violation\(.*({notices})")
     assert " begin " in str(raised.value)

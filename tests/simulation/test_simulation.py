@@ -1,6 +1,6 @@
-"""The machines under both hostings, seed by seed. SEEDS says how many, FIRST_SEED where to begin.
+"""The machines on both hosts, seed by seed. SEEDS is the number of seeds, FIRST_SEED the first one.
 
-A failure prints its seed, what was wrong, and every step that led to it; `SEEDS=1 FIRST_SEED=...` runs it again.
+A failure prints its seed, the violation, and every step that led to it; `SEEDS=1 FIRST_SEED=...` repeats it.
 """
 
 from __future__ import annotations
@@ -10,73 +10,69 @@ import os
 import pytest
 
 from .bytes_host import BytesHost
-from .lives import KINDS, Lives
+from .members import KINDS, Members
 from .server_host import ServerHost
-from .world import World, Wrong
+from .simulator import Simulator, Violation
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "1"))
-HOSTS = {"bytes": BytesHost, "server": ServerHost}
+HOSTS: dict[str, type[BytesHost | ServerHost]] = {"bytes": BytesHost, "server": ServerHost}
 
 
-def simulate(seed: int, hosting: str) -> World:
-    """Run one seed; raise Wrong with its story if anything is."""
-    world = World(seed)
-    host = world.host = HOSTS[hosting](world)
-    lives = Lives(world, host, world.chance.randrange(2, 6))
-    world.live_like = lives.live
-    try:
-        for rank in range(lives.size):
-            world.start(str(rank))
-        world.run()
-        lives.ledger.judge()
-        nobody_waits_in_vain(world, host, lives)
+def simulate(seed: int, hosting: str) -> Simulator:
+    """Run one seed; raise Violation with its trace if a check fails."""
+    simulator = Simulator(seed)
+    host = simulator.host = HOSTS[hosting](simulator)
+    members = Members(simulator, host, simulator.chance.randrange(2, 6))
+    simulator.live_like = members.live
+    with simulator.explained(f"tests/simulation -k {hosting}"):
+        for rank in range(members.size):
+            simulator.start(str(rank))
+        simulator.run()
+        members.checker.judge()
+        check_waiting(simulator, host, members)
         host.settle()
-    except Exception as error:
-        story = "\n".join(" ".join(map(str, line)) for line in world.trace)
-        again = f"SEEDS=1 FIRST_SEED={seed} pytest tests/simulation -k {hosting}"
-        raise Wrong(f"seed {seed}: {error!r}\n{story}\nseed {seed}: {error!r}\nagain: {again}") from error
-    return world
+    return simulator
 
 
-def nobody_waits_in_vain(world: World, host: BytesHost | ServerHost, lives: Lives) -> None:
-    """Check that who still waits waits for one who has not come, and that the group is who is in it."""
-    waiting = [process for process in world.processes if process.waits is not None and not process.crashed]
+def check_waiting(simulator: Simulator, host: BytesHost | ServerHost, members: Members) -> None:
+    """Check that every waiting process waits for a missing member, and that the group has the right members."""
+    waiting = [process for process in simulator.processes if process.waits is not None and not process.crashed]
     for process in waiting:
         assert process.waits is not None
         key, call, _ = process.waits
         machine = host.machine(key, KINDS[key])
-        reason = machine.why(call)
+        reason = machine.explain(call)
         here = {other.name for other in waiting if other.waits is not None and other.waits[0] == key}
-        if not machine.keeps(call.id):
-            raise Wrong(f"{process} waits at the {key}, which does not know it")
-        if not reason.reason or any(world.by_session[one].crashed for one in machine.sessions()):
-            raise Wrong(f"{process} waits at the {key} with the dead: {reason}, {machine.sessions()}")
+        if not machine.holds(call.id):
+            raise Violation(f"{process} waits at the {key}, which does not know it")
+        if not reason.reason or any(simulator.by_session[one].crashed for one in machine.sessions()):
+            raise Violation(f"{process} waits at the {key} with the dead: {reason}, {machine.sessions()}")
         if key in ("barrier", "exchange") and (not reason.missing or here & set(reason.missing)):
-            raise Wrong(f"{process} waits at the {key}, for nobody: {reason}, {sorted(here)}")
+            raise Violation(f"{process} waits at the {key}, for nobody: {reason}, {sorted(here)}")
         if key == "lock":
-            raise Wrong(f"{process} waits for the lock, and all others are done: {reason}")
-        if key == "roster" and machine.epoch != lives.ledger.epoch_of(process):  # type: ignore[attr-defined]
-            raise Wrong(f"{process} was not told of epoch {machine.epoch}")  # type: ignore[attr-defined]
-    the_group_is_who_joined(world, host, lives)
+            raise Violation(f"{process} waits for the lock, and all others are done: {reason}")
+        if key == "roster" and machine.epoch != members.checker.epoch_of(process):  # type: ignore[attr-defined]
+            raise Violation(f"{process} did not get epoch {machine.epoch}")  # type: ignore[attr-defined]
+    check_group(simulator, host, members)
 
 
-def the_group_is_who_joined(world: World, host: BytesHost | ServerHost, lives: Lives) -> None:
-    """Check that those are in the group who were told so and have not left, except for who may have been lost."""
-    members = host.machine("roster", KINDS["roster"]).members.values()  # type: ignore[attr-defined]
-    here = {one.call.id for one in members if one.call.session not in world.doubtful}
-    joined = {call for call, entry in lives.ledger.members.items() if entry.call.session not in world.doubtful}
-    if here != joined:
-        raise Wrong(f"members are {sorted(here)}, and these joined: {sorted(joined)}")
+def check_group(simulator: Simulator, host: BytesHost | ServerHost, members: Members) -> None:
+    """Check that the group has exactly the members that joined and have not left, except for doubtful sessions."""
+    actual = host.machine("roster", KINDS["roster"]).members.values()  # type: ignore[attr-defined]
+    present = {one.call.id for one in actual if one.call.session not in simulator.doubtful}
+    joined = {call for call, entry in members.checker.members.items() if entry.call.session not in simulator.doubtful}
+    if present != joined:
+        raise Violation(f"members are {sorted(present)}, and these joined: {sorted(joined)}")
 
 
 @pytest.mark.parametrize("hosting", HOSTS)
-def test_what_must_never_be_never_is(hosting: str) -> None:
+def test_no_seed_violates_an_invariant(hosting: str) -> None:
     for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
         simulate(seed, hosting)
 
 
-def test_a_seed_tells_the_same_story_every_time() -> None:
+def test_a_seed_always_gives_the_same_trace() -> None:
     for hosting in HOSTS:
-        stories = [repr(simulate(7, hosting).trace) for _ in range(2)]
-        assert stories[0] == stories[1]
+        traces = [repr(simulate(7, hosting).trace) for _ in range(2)]
+        assert traces[0] == traces[1]

@@ -1,1 +1,1 @@
-"""A server's log in a directory: what is committed comes back, whatever dies when; damage is never overlooked."""
+"""A server's log in a directory or in etcd: committed records survive every crash, and damage is always detected."""

@@ -1,4 +1,4 @@
-"""What the tests of the storage share."""
+"""Fixtures of the storage tests."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ import pytest
 from tests.storage import logs
 from tests.storage.kernels import FdatasyncKernel
 
-from rallypoint.storage import log_writer
-from rallypoint.storage.kernel_sync import KernelSync
+from rallypoint.storage.file import log_writer
+from rallypoint.storage.file.kernel_sync import KernelSync
 
 
 @pytest.fixture
 def unsynced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make syncing cost nothing, for tests that open a log a thousand times and in which no machine dies."""
+    """Skip syncs, for tests that open a log a thousand times and lose no power."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)
     monkeypatch.setattr(os, "fdatasync", lambda fd: None)
 
 
 @pytest.fixture
 def loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[asyncio.AbstractEventLoop]:
-    """An event loop to which logs are attached, and which runs while a test waits for a commit."""
+    """An event loop that logs are attached to; it runs while a test waits for a commit."""
     loop = asyncio.new_event_loop()
     monkeypatch.setattr(logs, "LOOP", loop)
     yield loop
@@ -39,11 +39,11 @@ def attached(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, ke
 
 @pytest.fixture(params=["thread", pytest.param("kernel", marks=pytest.mark.needs("aio"))])
 def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test twice: a thread syncs, and the kernel does where it can."""
+    """Run the test twice: with syncs by a thread, and by the kernel where it can."""
     attached(request, monkeypatch, KernelSync)
 
 
 @pytest.fixture(params=["thread", "kernel"])
-def both_ways_watched(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run the test twice, too, but the kernel syncs by `os.fdatasync`, which the test replaces."""
+def both_ways_faked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same, but the kernel's syncs call `os.fdatasync`, which the test replaces."""
     attached(request, monkeypatch, FdatasyncKernel)

@@ -1,6 +1,6 @@
-"""Logs in a real etcd for tests: founding a store, taking its lead, committing to it and reading all of it back.
+"""Logs in a real etcd for tests: create a store, become its leader, commit to it and read it back.
 
-A `Book` is one connection to the cluster with what a server would do there; several of them are several servers.
+A `Book` is one server's connection to the cluster; several of them act as several servers.
 """
 
 from __future__ import annotations
@@ -9,28 +9,28 @@ import asyncio
 from collections.abc import Sequence
 from typing import Any
 
-from tests.wire import AMPLE_S
+from tests.raw_peer import AMPLE_S
 
 from rallypoint.deadline import Deadline
-from rallypoint.etcd import answers, messages
+from rallypoint.etcd import requests, responses
 from rallypoint.etcd.address import Address
-from rallypoint.etcd.client import Client
-from rallypoint.etcd.lease import Lease
-from rallypoint.etcd.messages import Method, Op, Txn
-from rallypoint.storage.etcd import EtcdStorage
-from rallypoint.storage.etcd_batch import Assembler
-from rallypoint.storage.etcd_layout import Layout
-from rallypoint.storage.etcd_reader import Head, Reader
+from rallypoint.etcd.client import EtcdClient
+from rallypoint.etcd.lease import EtcdLease
+from rallypoint.etcd.requests import Method, Txn, TxnOp
+from rallypoint.storage.etcd.batch import Assembler
+from rallypoint.storage.etcd.layout import Layout
+from rallypoint.storage.etcd.reader import Head, Reader
+from rallypoint.storage.etcd.storage import EtcdStorage
 from rallypoint.store.url import parse_url
 
 
 def run(work: Any) -> Any:
-    """Run a test's coroutine, and give up on it after a while."""
+    """Run a test's coroutine with a generous timeout."""
     return asyncio.run(asyncio.wait_for(work, 2 * AMPLE_S))
 
 
 class Book:
-    """One server's way to a store; an asynchronous context manager."""
+    """One server's access to a store; an asynchronous context manager."""
 
     def __init__(self, url: str, endpoints: Sequence[str] = ()) -> None:
         address: Address = parse_url(url).etcd()
@@ -39,43 +39,43 @@ class Book:
         self._storages: list[EtcdStorage] = []
 
     async def __aenter__(self) -> Book:
-        self.client = Client(self.address.endpoints, self.address.access, self.address.name)
+        self.client = EtcdClient(self.address.endpoints, self.address.access, self.address.name)
         self.reader = Reader(self.client, self.layout)
         return self
 
     async def __aexit__(self, *_: object) -> None:
         for storage in self._storages:
             storage.close()
-        await self.client.close()
+        self.client.close()
 
-    async def do(self, *ops: Op) -> list[Any]:
-        """Make a transaction; return the answers of its requests."""
+    async def do(self, *ops: TxnOp) -> list[Any]:
+        """Run a transaction; return the answers of its requests."""
         answer = await self.client.call(Method.TXN, Txn([], ops).encode(), Deadline(AMPLE_S))
-        return answers.read_txn(answer.data).answers
+        return responses.read_txn(answer.data).answers
 
     async def head(self) -> Head:
         return await self.reader.head(Deadline(AMPLE_S))
 
     async def found(self, ttl_s: int = 60) -> int:
-        """Begin the store; return its lease, which nobody keeps."""
-        lease = (await Lease.grant(self.client, ttl_s, Deadline(AMPLE_S))).id
-        await self.do(messages.put(self.layout.lease, b"%d" % lease, lease))
+        """Create the store; return its lease, which nobody renews."""
+        lease = (await EtcdLease.grant(self.client, ttl_s, Deadline(AMPLE_S))).id
+        await self.do(requests.put(self.layout.lease, b"%d" % lease, lease))
         return lease
 
     async def lead(self) -> EtcdStorage:
-        """Take the lead, whoever had it; found the store where there is none."""
+        """Become the leader, whoever was; create the store if there is none."""
         head = await self.head()
         lease = head.lease or await self.found()
         epoch = head.epoch + 1
-        await self.do(messages.put(self.layout.epoch, b"%d" % epoch, lease))
+        await self.do(requests.put(self.layout.epoch, b"%d" % epoch, lease))
         index = await self.last_index()
         storage = EtcdStorage(self.client, self.address, epoch, lease, index)
         self._storages.append(storage)
         return storage
 
     async def places(self) -> dict[int, bytes]:
-        """Return the places of the log that are in etcd, with their values."""
-        (found,) = await self.do(messages.get(self.layout.entries, self.layout.entries_end))
+        """Return the entries of the log that are in etcd, by index."""
+        (found,) = await self.do(requests.get(self.layout.entries, self.layout.entries_end))
         return {self.layout.index(one.key): one.value for one in found.kvs}
 
     async def last_index(self) -> int:
@@ -83,7 +83,7 @@ class Book:
         return max([*await self.places(), head.snapshot.index if head.snapshot else 0])
 
     async def records(self) -> list[bytes]:
-        """Return all records of the log, as a follower reads them that begins at its beginning."""
+        """Return all records of the log, as a new follower reads them."""
         assembler, found = Assembler(), list[bytes]()
         async for _, value in self.reader.entries(0, AMPLE_S):
             found += assembler.take(value)
@@ -91,7 +91,7 @@ class Book:
 
 
 async def commit(storage: EtcdStorage, *records: bytes) -> None:
-    """Commit a batch; raise what became of it, if that was not well."""
+    """Commit a batch; raise its error."""
     done: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
     storage.commit(records, done.set_result)
     error = await done
@@ -100,7 +100,7 @@ async def commit(storage: EtcdStorage, *records: bytes) -> None:
 
 
 async def confirm(storage: EtcdStorage) -> None:
-    """Have it confirmed that a storage is the leader's; raise Deposed where it is not."""
+    """Confirm that the storage is still the leader's; raise Deposed if it is not."""
     done: asyncio.Future[BaseException | None] = asyncio.get_running_loop().create_future()
     storage.confirm(done.set_result)
     error = await done

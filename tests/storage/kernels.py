@@ -1,4 +1,4 @@
-"""Kernels that sync as a test wants, in the place of `kernel_sync.KernelSync`."""
+"""Fakes of `kernel_sync.KernelSync` whose syncs end as a test wants."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.storage.logs import WAIT_S
 
 
 class FakeKernel:
-    """A kernel whose syncs are over when the test calls `end`; `started` has the files of those that were begun."""
+    """A kernel whose syncs end when the test calls `end`; `started` lists the files of all syncs."""
 
     def __init__(self) -> None:
         self.started: list[int] = []
@@ -29,7 +29,7 @@ class FakeKernel:
     def end(self, number: int = 0) -> None:
         self._result = number
         os.eventfd_write(self._fd, 1)
-        self._ended.set()  # last: whoever waits for it closes the descriptor
+        self._ended.set()  # last: the waiting thread closes the descriptor
 
     def finish(self, *, wait: bool = False) -> int | None:
         if wait:
@@ -47,7 +47,7 @@ class FakeKernel:
 
 
 class FdatasyncKernel(FakeKernel):
-    """A kernel that syncs by `os.fdatasync`, which tests replace, and at once."""
+    """A kernel that syncs at once by `os.fdatasync`, which tests replace."""
 
     def start(self, fd: int) -> None:
         super().start(fd)

@@ -2,9 +2,9 @@
 
 For each k it copies the directory TEMPLATE, a log with COUNT records, to WORK/k, forks, and runs the scenario there in
 the child, which kills itself with SIGKILL at the k-th step: just before the k-th call that changes a file, or half-way
-through it where that is a write (in whole sectors: the kernel looks for signals between pages). It prints, for each k,
-the call it died in and how many records were acknowledged before, and stops at the first k that the scenario survives.
-A fork costs little and has no threads: the scenario starts its own.
+through it if that is a write (in whole sectors: the kernel checks for signals between pages). For each k it prints the
+call in which the child died and the number of records acknowledged before; it stops at the first k that the scenario
+survives. A fork is cheap and has no threads: the scenario starts its own.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from tests.storage import logs
 from tests.storage.kernels import FdatasyncKernel
 from tests.storage.logs import FOLD, commit, opened
 
-from rallypoint.storage import log_writer
-from rallypoint.storage.compaction import Job, compact
-from rallypoint.storage.directory import list_directory, temporary_path
-from rallypoint.storage.segment import SECTOR_BYTES
+from rallypoint.storage.file import log_writer
+from rallypoint.storage.file.compaction import CompactionJob, compact
+from rallypoint.storage.file.directory import list_directory, temporary_path
+from rallypoint.storage.file.segment import SECTOR_BYTES
 
 CALLS = ("open", "pwrite", "fsync", "fdatasync", "rename", "unlink", "ftruncate", "posix_fallocate")
 OPTIONS: dict[str, Any] = {"segment_bytes": 3000, "preallocate_bytes": 4096}
 RECORDS = [b"%d" % index * 800 for index in range(12)]
-"""What every scenario commits, one after another, from where the template ends."""
+"""The records that every scenario commits one by one, after those of the template."""
 
 
 class Killer:
-    """Kills this process at one step; where that is a write, after one half of it has been done."""
+    """Kills this process at one step; in a write, after the first half."""
 
     def __init__(self, step: int, acknowledged: int, report: int) -> None:
         self.left, self.acknowledged, self.report = step, acknowledged, report
@@ -72,18 +72,18 @@ def save(directory: Path, killer: Killer) -> None:
 
 
 def save_attached(directory: Path, killer: Killer) -> None:
-    """Do the same where the kernel syncs small batches."""
+    """The same with small batches synced by the kernel."""
     vars(log_writer)["KernelSync"] = FdatasyncKernel
     logs.LOOP = asyncio.new_event_loop()
     save(directory, killer)
 
 
 def fold(directory: Path, killer: Killer) -> None:
-    """Do what the child of a compaction does."""
+    """Act as the child process of a compaction."""
     listing = list_directory(str(directory))
     covers = listing.segments[-1] - 1
     snapshot = listing.snapshots[-1] if listing.snapshots else None
-    compact(Job(str(directory), snapshot, covers, FOLD, temporary_path(str(directory), covers), os.getppid()))
+    compact(CompactionJob(str(directory), snapshot, covers, FOLD, temporary_path(str(directory), covers), os.getppid()))
 
 
 SCENARIOS = {"save": save, "save_attached": save_attached, "fold": fold}

@@ -1,7 +1,7 @@
-"""Opening, filling and spoiling logs. A log's state here is the list of all records that were ever committed to it.
+"""Functions to open, fill and damage logs. The state of a log here is the list of all records committed to it.
 
-`fold` and its kin are the functions that compactions run, named as "tests.storage.logs:fold": a snapshot has one
-chunk for each record that it covers, so that chunks and records together are always the whole list.
+`fold` and its variants are run by compactions, by name ("tests.storage.logs:fold"). A snapshot has one chunk for each
+record that it covers, so chunks and records together are always the whole list.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
-from rallypoint.storage.file import FileStorage
-from rallypoint.storage.segment import Frame, Tail, encode
+from rallypoint.storage.file.segment import SegmentFrame, SegmentTail, encode
+from rallypoint.storage.file.storage import FileStorage
 
 FOLD = "tests.storage.logs:fold"
 WAIT_S = 60.0
-"""How long a test waits for what must come, before it fails."""
+"""How long a test waits for an event before it fails."""
 
 LOOP: asyncio.AbstractEventLoop | None = None
-"""Where storages are attached when they are opened, None: nowhere. It runs in `outcome`."""
+"""The loop that opened storages are attached to, if any. `outcome` runs it."""
 
 
 def opened(directory: Path, **options: Any) -> tuple[FileStorage, list[bytes]]:
-    """Open a storage, and return it with all records that it holds; it is closed again if that fails."""
+    """Open a storage, and return it with all of its records; close it if that fails."""
     storage = FileStorage(directory, **{"fold": FOLD, **options})
     try:
         records = recovered(storage)
@@ -52,14 +52,14 @@ def held(directory: Path, **options: Any) -> list[bytes]:
 
 
 def commit(storage: FileStorage, *records: bytes, urgent: bool = False) -> None:
-    """Commit one batch, and wait for it; raise what it failed with."""
+    """Commit one batch and wait for it; raise its error."""
     error = outcome(storage, *records, urgent=urgent)
     if error is not None:
         raise error
 
 
 def outcome(storage: FileStorage, *records: bytes, urgent: bool = False) -> BaseException | None:
-    """Commit one batch, and return what it failed with, or None."""
+    """Commit one batch, and return its error, or None."""
     if LOOP is not None:
         return LOOP.run_until_complete(_outcome(LOOP, storage, records, urgent))
     done: SimpleQueue[BaseException | None] = SimpleQueue()
@@ -71,12 +71,16 @@ async def _outcome(
     loop: asyncio.AbstractEventLoop, storage: FileStorage, records: Sequence[bytes], urgent: bool
 ) -> BaseException | None:
     ended: asyncio.Future[BaseException | None] = loop.create_future()
-    storage.commit(records, lambda error: loop.call_soon_threadsafe(ended.set_result, error) and None, urgent)
+
+    def done(error: BaseException | None) -> None:
+        loop.call_soon_threadsafe(ended.set_result, error)
+
+    storage.commit(records, done, urgent)
     return await asyncio.wait_for(ended, WAIT_S)
 
 
 def files(directory: Path) -> dict[str, bytes]:
-    """Return the contents of all files but the lock."""
+    """Return the contents of all files except the lock."""
     return {path.name: path.read_bytes() for path in sorted(directory.iterdir()) if path.name != "lock"}
 
 
@@ -86,7 +90,7 @@ def names(directory: Path, kind: str) -> list[str]:
 
 
 def lay_out(directory: Path, contents: dict[str, bytes]) -> None:
-    """Make a directory that holds exactly these files."""
+    """Create a directory with exactly these files."""
     directory.mkdir(exist_ok=True)
     for path in directory.iterdir():
         path.unlink()
@@ -99,8 +103,8 @@ def frame(sequence: int, *records: bytes, kind: int = 1) -> bytes:
     return b"".join(piece for _, piece in sorted(encode(records, sequence, kind)))
 
 
-def scanned(frames: Generator[Frame, None, Tail]) -> tuple[list[list[bytes]], Tail]:
-    """Read a file to its end; return the records of each frame, and how the file ends."""
+def scanned(frames: Generator[SegmentFrame, None, SegmentTail]) -> tuple[list[list[bytes]], SegmentTail]:
+    """Read a file to its end; return the records of each frame, and the tail."""
     found = []
     while True:
         try:
@@ -114,7 +118,7 @@ def fold(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[b
 
 
 def newest(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
-    """Keep the last record alone, as of a key that is set again and again."""
+    """Keep only the last record, as of a key that is set repeatedly."""
     yield [*(chunks or ()), *records][-1]
 
 
@@ -123,14 +127,14 @@ def fail(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[b
 
 
 def forget(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
-    """Read only one record, which a fold must not."""
+    """Read only one record, which is an error of a fold."""
     return itertools.islice(records, 1)
 
 
 def wait_and_fold(chunks: Iterable[bytes] | None, records: Iterable[bytes]) -> Iterator[bytes]:
-    """Tell the process id to the test that listens at FOLD_PORT, and fold when it answers.
+    """Send the process id to the test that listens at FOLD_PORT, and fold when it answers.
 
-    The temporary file exists by then. The connection stays open, so that the test notices the end of this process.
+    The temporary file exists by then. The connection stays open, so that the test detects the end of this process.
     """
     test = socket.create_connection(("127.0.0.1", int(os.environ["FOLD_PORT"])), WAIT_S)
     test.sendall(b"%d" % os.getpid())

@@ -1,14 +1,14 @@
-"""A disk that may lose power at any moment: which files it would hold then, at worst.
+"""A disk that may lose power at any moment: the files that it would hold then, in the worst cases.
 
-`Disk` watches the calls that change files. What a file holds is safe once the file was synced, and the names in the
-directory once the directory was. After every call it notes three disks on which the machine might wake up:
+`Disk` intercepts the calls that change files. The content of a file is safe after a sync of the file, names after a
+sync of the directory. After every call it records three possible disks after a loss of power:
 
-    forgetful    names and contents as of their last sync, and nothing newer
-    hasty        all names as they are now, but contents as of their last sync
-    reckless     as forgetful, but what was removed is gone
+    oldest       names and contents as of their last sync
+    new names    all current names, with contents as of their last sync
+    removed      as oldest, but without the files that were removed since
 
-(Contents that are newer in part are for test_segment.py.) A rename of a file that was not synced, an acknowledgement
-before the directory was, a removal too early: each makes one of them lose something.
+(test_segment.py covers partly written contents.) A rename of a file that was not synced, an acknowledgement before a
+sync of the directory, a removal too early: each loses something on one of them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.storage.logs import files
 
 
 class Moment(NamedTuple):
-    """After a call: how much had been acknowledged by then, and what each disk would hold."""
+    """After a call: the number of acknowledged records, and the content of each possible disk."""
 
     call: str
     acknowledged: int
@@ -30,17 +30,14 @@ class Moment(NamedTuple):
 
 
 class _Stored:
-    """A file, whatever its name is now."""
+    """A file, independent of its name."""
 
     def __init__(self, safe: bytes = b"") -> None:
         self.safe = safe
 
 
 class Disk:
-    """Watches one directory, of which everything is safe in the beginning, or nothing is (`synced`).
-
-    `acknowledged` is for the test to count up.
-    """
+    """Watches one directory, which is `synced` in the beginning or not; the test counts `acknowledged`."""
 
     def __init__(self, directory: Path, monkeypatch: pytest.MonkeyPatch, synced: bool = True) -> None:
         self.moments: list[Moment] = []
@@ -92,12 +89,12 @@ class Disk:
         self._note(f"unlink {path}")
 
     def _name(self, path: Any) -> str:
-        """Return the name of a file in the directory, empty if it is another, or the lock."""
+        """Return the name of a file in the directory; empty for the lock and for other files."""
         parent, name = os.path.split(os.fspath(path))
         return name if parent == str(self._directory) and name != "lock" else ""
 
     def _note(self, call: str) -> None:
-        forgetful = {name: stored.safe for name, stored in self._safe_names.items()}
-        hasty = {name: stored.safe for name, stored in self._names.items()}
-        reckless = {name: data for name, data in forgetful.items() if name not in self._removed}
-        self.moments.append(Moment(call, self.acknowledged, [forgetful, hasty, reckless]))
+        oldest = {name: stored.safe for name, stored in self._safe_names.items()}
+        new_names = {name: stored.safe for name, stored in self._names.items()}
+        removed = {name: data for name, data in oldest.items() if name not in self._removed}
+        self.moments.append(Moment(call, self.acknowledged, [oldest, new_names, removed]))

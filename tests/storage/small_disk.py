@@ -1,4 +1,4 @@
-"""A file system of its own, so small that a test can fill it: `needs("tmpfs")`."""
+"""A file system so small that a test can fill it: `needs("tmpfs")`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def mounts() -> bool:
-    """Say whether this process may mount a file system, by doing so where nobody sees it."""
+    """Return whether this process may mount file systems, by mounting one in a private namespace."""
     command = ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/tmp"]
     try:
         return os.geteuid() == 0 and subprocess.run(command, capture_output=True).returncode == 0
@@ -20,7 +20,7 @@ def mounts() -> bool:
 
 @contextlib.contextmanager
 def tmpfs(point: Path, size: int) -> Iterator[None]:
-    """Mount a new directory as a file system of this size."""
+    """Create a directory and mount a file system of this size on it."""
     point.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "none", point], check=True)
     try:
@@ -30,7 +30,7 @@ def tmpfs(point: Path, size: int) -> Iterator[None]:
 
 
 def take_all(point: Path) -> Path:
-    """Fill a file system to its last byte, as others may at any moment; return the file to remove."""
+    """Fill a file system to its last byte, as other programs may; return the file to remove."""
     path = point / "others"
     with path.open("ab", buffering=0) as file, contextlib.suppress(OSError):
         while True:

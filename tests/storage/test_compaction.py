@@ -1,6 +1,6 @@
-"""Compaction in a real child process: it folds, fails, is killed, loses its server; the log says the same throughout.
+"""Compaction in a real child process, which folds, fails, is killed or loses its server; no record is ever lost.
 
-A fold that waits (see logs.wait_and_fold) lets a test act at a known moment. The clock is the test's own.
+A fold that waits (see logs.wait_and_fold) lets a test act at a known moment. The clock is fake.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +20,10 @@ import pytest
 from tests.storage.logs import WAIT_S, commit, files, held, names, opened
 
 from rallypoint.errors import RallypointError, StoreClosed
-from rallypoint.storage import compaction
-from rallypoint.storage.compaction import FIRST_RETRY_S, LAST_RETRY_S, Job, compact
-from rallypoint.storage.directory import temporary_path
-from rallypoint.storage.file import FileStorage
+from rallypoint.storage.file import compaction
+from rallypoint.storage.file.compaction import FIRST_RETRY_S, LAST_RETRY_S, CompactionJob, compact
+from rallypoint.storage.file.directory import temporary_path
+from rallypoint.storage.file.storage import FileStorage
 
 RECORDS = [b"%d" % index * 100 for index in range(9)]
 SMALL: dict[str, Any] = {"segment_bytes": 1024, "preallocate_bytes": 0}
@@ -32,12 +32,12 @@ WAITING = "tests.storage.logs:wait_and_fold"
 
 @pytest.fixture(autouse=True)
 def importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let children import these tests, from wherever pytest was started."""
+    """Let children import these tests, wherever pytest was started."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
 
 
 class Child:
-    """A child whose fold waits: `pid` waits for it to come there, `go` lets it fold, `gone` waits for its end."""
+    """A child whose fold waits: `pid` waits until it does, `go` lets it continue, `gone` waits for its end."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -79,7 +79,7 @@ def directory(tmp_path: Path) -> Path:
 
 
 def filled(directory: Path, **options: Any) -> FileStorage:
-    """Open a new storage and commit all records, four segments and a bit."""
+    """Open a new storage and commit all records: four segments, and a part of a fifth."""
     storage, _ = opened(directory, **{**SMALL, **options})
     for record in RECORDS:
         commit(storage, record)
@@ -124,7 +124,7 @@ def test_a_compaction_is_due_when_the_log_outweighs_the_snapshot(directory: Path
     storage.close()
 
 
-def test_after_a_restart_a_compaction_is_due_as_before(directory: Path) -> None:
+def test_a_compaction_is_due_after_a_restart(directory: Path) -> None:
     filled(directory).close()
     storage, _ = opened(directory, **SMALL)
     compacted(storage)
@@ -132,12 +132,12 @@ def test_after_a_restart_a_compaction_is_due_as_before(directory: Path) -> None:
     assert held(directory) == RECORDS
 
 
-def test_commits_go_on_meanwhile(directory: Path, child: Child) -> None:
+def test_commits_continue_during_a_compaction(directory: Path, child: Child) -> None:
     storage = filled(directory, fold=WAITING)
     assert storage.compact_if_due()
     pid = child.pid()
     assert os.getpriority(os.PRIO_PROCESS, pid) == min(19, os.getpriority(os.PRIO_PROCESS, 0) + 10)
-    assert not storage.compact_if_due(), "one at a time"
+    assert not storage.compact_if_due(), "only one compaction at a time"
     for index in range(5):
         commit(storage, b"%d" % index)
     child.go()
@@ -194,7 +194,7 @@ def test_a_fold_that_fails_changes_nothing(
     assert held(directory) == RECORDS
 
 
-def test_failures_are_retried_less_and_less_often(
+def test_failed_compactions_are_retried_with_growing_pauses(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     now = [0.0]
@@ -217,13 +217,18 @@ def test_failures_are_retried_less_and_less_often(
     storage.close()
 
 
-def test_damage_is_not_folded_away(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Segments that were good when they were recovered, and are not any more, stay as they are."""
+def test_damaged_segments_are_not_compacted(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Segments that were damaged after their recovery are kept."""
     storage = filled(directory)
-    for spoil in (lambda data: data[:-1], lambda data: data[:512], lambda data: data[:600] + b"x" + data[601:]):
+    damages: list[Callable[[bytes], bytes]] = [
+        lambda data: data[:-1],
+        lambda data: data[:512],
+        lambda data: data[:600] + b"x" + data[601:],
+    ]
+    for damage in damages:
         for name in (f"log-{3:020d}", f"log-{7:020d}"):
             whole = (directory / name).read_bytes()
-            (directory / name).write_bytes(spoil(whole))
+            (directory / name).write_bytes(damage(whole))
             with pytest.raises(RallypointError, match=r"missing|incomplete|checksum"):
                 fold_here(directory)
             (directory / name).write_bytes(whole)
@@ -235,9 +240,9 @@ def test_damage_is_not_folded_away(directory: Path, caplog: pytest.LogCaptureFix
 
 
 def fold_here(directory: Path) -> None:
-    """Do in this process what a child does."""
+    """Run a compaction in this process."""
     path = str(directory)
-    compact(Job(path, None, 8, "tests.storage.logs:fold", temporary_path(path, 8), os.getppid()))
+    compact(CompactionJob(path, None, 8, "tests.storage.logs:fold", temporary_path(path, 8), os.getppid()))
 
 
 def test_a_child_that_hangs_is_killed(
@@ -271,7 +276,7 @@ def test_closing_ends_the_child(directory: Path, child: Child, caplog: pytest.Lo
     assert held(directory) == RECORDS
 
 
-def test_saving_ends_the_child_too(directory: Path, child: Child) -> None:
+def test_saving_ends_the_child(directory: Path, child: Child) -> None:
     storage = filled(directory, fold=WAITING)
     assert storage.compact_if_due()
     child.pid()
@@ -280,7 +285,7 @@ def test_saving_ends_the_child_too(directory: Path, child: Child) -> None:
     assert list(files(directory)) == [f"log-{10:020d}", f"snapshot-{9:020d}"]
     for record in RECORDS * 4:
         commit(storage, record)
-    assert storage.compact_if_due(), "a save is no reason to stop compacting"
+    assert storage.compact_if_due(), "compactions continue after a save"
     child.pid()
     child.go()
     assert storage.wait_compaction(WAIT_S)
@@ -298,7 +303,7 @@ sys.stdin.read()
 
 
 def test_a_child_ends_when_its_server_is_killed(directory: Path, child: Child) -> None:
-    """It holds no lock meanwhile, and leaves no snapshot behind."""
+    """It holds no lock, and leaves no snapshot behind."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     command = [sys.executable, "-c", SERVER, str(directory)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stderr=subprocess.PIPE, env=environment) as server:
@@ -308,12 +313,12 @@ def test_a_child_ends_when_its_server_is_killed(directory: Path, child: Child) -
         assert held(directory) == RECORDS, "the next server need not wait for the child"
         child.go()
         assert child.gone()
-        assert server.stderr is not None and server.stderr.read() == b"", "a child that is not wanted complains"
+        assert server.stderr is not None and server.stderr.read() == b"", "an orphaned child prints errors"
     assert not names(directory, "snapshot")
     assert held(directory) == RECORDS
 
 
-def test_a_child_that_finds_the_disk_full(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_compaction_on_a_full_disk_is_retried(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     now = [0.0]
     storage = filled(directory, clock=lambda: now[0])
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

@@ -1,7 +1,6 @@
-"""A full disk, for real: a commit is refused, leaves nothing behind, and works again when there is room.
+"""A full disk: a commit is refused, leaves nothing behind, and works again when there is room.
 
-Each test runs under a limit of the size of files, which every process may set for itself, and where this process may
-mount file systems also on one of 256 KiB.
+Each test runs with a limit on the size of files, and, if this process may mount file systems, also on a small tmpfs.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from tests.storage.logs import WAIT_S, commit, files, held, names, opened, outco
 from tests.storage.small_disk import take_all, tmpfs
 
 from rallypoint.errors import DiskFull
-from rallypoint.storage.file import FileStorage
-from rallypoint.storage.segment_writer import SPARE_BYTES
+from rallypoint.storage.file.segment_writer import SPARE_BYTES
+from rallypoint.storage.file.storage import FileStorage
 
 pytestmark = pytest.mark.usefixtures("both_ways")
 
@@ -28,7 +27,7 @@ DISK_BYTES = 512 * KIB
 
 
 class Disk(NamedTuple):
-    """A directory in which a file has room for less than 256 KiB, and more after `make_room`; `number`: the errno."""
+    """A directory in which files have room for less than DISK_BYTES until `make_room`; `number`: the errno."""
 
     directory: Path
     make_room: Callable[[], None]
@@ -62,7 +61,7 @@ def disk(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Disk]:
 
 
 def fill(storage: FileStorage, disk: Disk, size: int) -> list[bytes]:
-    """Commit records of a size until one is refused; return those that were not."""
+    """Commit records of a size until one is refused; return the accepted ones."""
     accepted: list[bytes] = []
     while (error := outcome(storage, record := b"%d " % len(accepted) * (size // 3))) is None:
         accepted.append(record)
@@ -84,7 +83,7 @@ def test_a_refused_commit_leaves_nothing_and_later_ones_work(
     for _ in range(3):
         assert isinstance(outcome(storage, b"refused" * size), DiskFull)
     reserve = sum(map(len, files(disk.directory).values())) - log_bytes(storage)
-    assert reserve <= min(preallocate_bytes // 4, SPARE_BYTES) + 8 * size + 4096, "more is reserved"
+    assert reserve <= min(preallocate_bytes // 4, SPARE_BYTES) + 8 * size + 4096, "too much is reserved"
     disk.make_room()
     commit(storage, b"later", b"more")
     ahead = sum(map(len, files(disk.directory).values())) - log_bytes(storage)
@@ -93,7 +92,7 @@ def test_a_refused_commit_leaves_nothing_and_later_ones_work(
     assert held(disk.directory, **options) == [*accepted, b"later", b"more"]
 
 
-def test_what_is_urgent_has_a_reserve(disk: Disk, unsynced: None) -> None:
+def test_urgent_commits_have_a_reserve(disk: Disk, unsynced: None) -> None:
     options = {"preallocate_bytes": 64 * KIB}
     storage, _ = opened(disk.directory, **options)
     accepted = fill(storage, disk, 10 * KIB)
@@ -126,7 +125,7 @@ def test_a_batch_larger_than_the_disk_does_not_block_smaller_ones(disk: Disk) ->
 
 
 def test_a_log_on_a_full_disk_can_be_opened(disk: Disk, unsynced: None) -> None:
-    """To read it, to cut a torn frame off, and to go on when there is room."""
+    """It can be read, and continued when there is room."""
     storage, _ = opened(disk.directory)
     accepted = fill(storage, disk, 10 * KIB)
     storage.close()
@@ -139,7 +138,7 @@ def test_a_log_on_a_full_disk_can_be_opened(disk: Disk, unsynced: None) -> None:
     assert held(disk.directory) == [*accepted, b"later"]
 
 
-def test_a_snapshot_for_which_there_is_no_room(disk: Disk, unsynced: None) -> None:
+def test_a_snapshot_that_does_not_fit_changes_nothing(disk: Disk, unsynced: None) -> None:
     storage, _ = opened(disk.directory)
     accepted = [b"%d" % index * 5000 for index in range(40)]
     commit(storage, *accepted)
@@ -155,9 +154,10 @@ def test_a_snapshot_for_which_there_is_no_room(disk: Disk, unsynced: None) -> No
 
 
 @needs_tmpfs
-def test_a_clean_stop_gives_no_reserve_away(tmp_path: Path) -> None:
-    """However full the disk is: the server that starts next has to note that it does."""
-    point, expected = tmp_path / "disk", []
+def test_closing_keeps_the_reserve(tmp_path: Path) -> None:
+    """However full the disk is, the next server must be able to log its start."""
+    point = tmp_path / "disk"
+    expected: list[bytes] = []
     with tmpfs(point, 2 * DISK_BYTES):
         for stop in range(5):
             storage, found = opened(point / "data", preallocate_bytes=64 * KIB)
@@ -179,7 +179,7 @@ def test_a_clean_stop_gives_no_reserve_away(tmp_path: Path) -> None:
 def test_a_log_that_fills_its_disk_is_compacted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, unsynced: None, size: int
 ) -> None:
-    """One key, set again and again for four times the size of the disk: what is refused is not refused for long."""
+    """One key is set repeatedly, for four times the size of the disk: a refused commit succeeds after a compaction."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     point, refused = tmp_path / "disk", 0
     with tmpfs(point, 8 << 20):
@@ -189,7 +189,7 @@ def test_a_log_that_fills_its_disk_is_compacted(
             batch = [record, b"and more"] if size < KIB else [record]
             if isinstance(outcome(storage, *batch), DiskFull):
                 refused += 1
-                assert storage.compact_if_due(), "a server asks once a second"
+                assert storage.compact_if_due(), "a server checks this once a second"
                 assert storage.wait_compaction(WAIT_S)
                 commit(storage, *batch)
         assert 2 < refused < 20 and storage.statistics()["failed_compactions"] == 0
@@ -217,7 +217,7 @@ def test_a_log_is_compacted_before_its_disk_is_full(
 
 @needs_tmpfs
 def test_a_state_that_fills_the_disk_is_refused_and_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing in the log is superfluous: compacting gains nothing, and must not lose anything."""
+    """The log has no garbage: a compaction gains nothing, and must not lose anything."""
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2]))
     point, now = tmp_path / "disk", [0.0]
     with tmpfs(point, 8 << 20):

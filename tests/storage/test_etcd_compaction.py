@@ -1,6 +1,6 @@
-"""Compaction of a log in etcd, and followers that read it meanwhile: the state is the same, whatever was deleted.
+"""Compaction of a log in etcd, and followers that read it meanwhile: the state stays the same.
 
-The child process is the real one. Each follower here is a state that applies what it reads.
+The child process is real. A follower here is a state that applies what it reads.
 """
 
 from __future__ import annotations
@@ -12,24 +12,25 @@ from collections.abc import AsyncIterator, Iterable
 
 import pytest
 from tests.core.logged_state import Server
+from tests.etcd.cluster import Cluster
+from tests.raw_peer import AMPLE_S
 from tests.storage.etcd_logs import Book, commit, run
-from tests.wire import AMPLE_S
 
 from rallypoint.core import entries, ops
 from rallypoint.core.snapshot import read, write
 from rallypoint.core.state import State
 from rallypoint.deadline import Deadline
-from rallypoint.etcd import messages
-from rallypoint.etcd.member import ask
-from rallypoint.etcd.messages import Method
+from rallypoint.etcd import requests
+from rallypoint.etcd.local.member import ask
+from rallypoint.etcd.requests import Method
 from rallypoint.etcd.watch import watch
-from rallypoint.server.follower import Follower
-from rallypoint.storage import etcd_batch, etcd_compaction
+from rallypoint.server.replication.log_follower import LogFollower
 from rallypoint.storage.errors import Deposed
-from rallypoint.storage.etcd import EtcdStorage
-from rallypoint.storage.etcd_compaction import Job, SnapshotWriter
-from rallypoint.storage.etcd_layout import SnapshotHead
-from rallypoint.storage.etcd_reader import Reader
+from rallypoint.storage.etcd import batch, compaction
+from rallypoint.storage.etcd.compaction import EtcdCompactionJob, SnapshotWriter
+from rallypoint.storage.etcd.layout import SnapshotHead
+from rallypoint.storage.etcd.reader import Reader
+from rallypoint.storage.etcd.storage import EtcdStorage
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -38,18 +39,18 @@ PAUSE = threading.Event()
 
 @pytest.fixture(autouse=True)
 def due_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(etcd_compaction, "LEAST_BYTES", 0)
+    monkeypatch.setattr(compaction, "LEAST_BYTES", 0)
 
 
 class Work:
-    """Changes of a state, as records of a log, and what they come to."""
+    """Changes of a state as records of a log, and the resulting state."""
 
     def __init__(self) -> None:
         self._server = Server(sessions=1)
         self._number = self._logged = 0
 
     def more(self, count: int = 20, size: int = 10) -> list[bytes]:
-        """Return the records of so many further changes, and at first those with which a log begins."""
+        """Return the records of `count` more changes; the first call includes the start of the log."""
         for _ in range(count):
             self._number += 1
             value = (b"%d" % self._number).ljust(size, b".")
@@ -63,7 +64,7 @@ class Work:
 
 
 class Replica:
-    """What a server does with the log that it follows."""
+    """The state of a server that follows the log."""
 
     def __init__(self) -> None:
         self._state = State()
@@ -81,10 +82,10 @@ class Replica:
 
 
 async def compact(storage: EtcdStorage) -> dict[str, float]:
-    """Have the log compacted; return the statistics once that is over, well or not."""
+    """Compact the log; return the statistics after its end, successful or not."""
     before = storage.statistics()
     names = ("compactions", "failed_compactions")
-    while not storage.compact_if_due():  # it is once the log is larger than the last snapshot
+    while not storage.compact_if_due():  # due when the log is larger than the last snapshot
         await commit(storage)
     while all(storage.statistics()[name] == before[name] for name in names):
         await asyncio.to_thread(PAUSE.wait, 0.01)  # the child is a process
@@ -93,24 +94,24 @@ async def compact(storage: EtcdStorage) -> dict[str, float]:
 
 async def state_by(reader: Reader) -> list[bytes]:
     replica = Replica()
-    await Follower(reader, replica).catch_up(Deadline(AMPLE_S))  # type: ignore[arg-type]
+    await LogFollower(reader, replica).catch_up(Deadline(AMPLE_S))  # type: ignore[arg-type]
     return replica.state
 
 
-def test_a_compacted_log_comes_to_the_same_state_in_few_keys(etcd_url: str) -> None:
+def test_compaction_keeps_the_state_and_deletes_covered_keys(etcd_url: str) -> None:
     async def body() -> None:
         async with Book(etcd_url) as book:
             storage, work = await book.lead(), Work()
             for turn in range(3):
                 await commit(storage, *work.more())
-                await commit(storage, *work.more(3 + 2 * turn, size=etcd_batch.MAX_BYTES))
+                await commit(storage, *work.more(3 + 2 * turn, size=batch.MAX_BYTES))
                 assert await state_by(book.reader) == work.state
                 facts = await compact(storage)
                 assert (facts["compactions"], facts["log_bytes"]) == (turn + 1, 0)
                 assert await book.places() == {}, "what the snapshot covers is deleted"
                 assert await state_by(book.reader) == work.state
                 head = (await book.head()).snapshot
-                (parts,) = await book.do(messages.get(book.layout.snapshots, book.layout.parts(10**15)))
+                (parts,) = await book.do(requests.get(book.layout.snapshots, book.layout.parts(10**15)))
                 assert head is not None and head.index == storage.index
                 assert len(parts.kvs) == head.parts, "earlier snapshots are deleted"
                 assert facts["snapshot_bytes"] == head.bytes == sum(len(one.value) for one in parts.kvs)
@@ -119,13 +120,13 @@ def test_a_compacted_log_comes_to_the_same_state_in_few_keys(etcd_url: str) -> N
     run(body())
 
 
-def test_parts_of_a_batch_that_was_never_finished_are_folded_away(etcd_url: str) -> None:
+def test_compaction_drops_parts_of_an_unfinished_batch(etcd_url: str) -> None:
     async def body() -> None:
         async with Book(etcd_url) as book:
             storage, work = await book.lead(), Work()
             await commit(storage, *work.more())
-            torn = etcd_batch.pack([bytes(2 * etcd_batch.MAX_BYTES)])
-            await book.do(messages.put(book.layout.entry(storage.index + 1), torn[0], (await book.head()).lease))
+            torn = batch.pack([bytes(2 * batch.MAX_BYTES)])
+            await book.do(requests.put(book.layout.entry(storage.index + 1), torn[0], (await book.head()).lease))
             storage = await book.lead()
             await compact(storage)
             await commit(storage, *work.more())
@@ -144,7 +145,7 @@ def test_the_child_of_a_deposed_leader_changes_nothing(etcd_url: str) -> None:
             assert (await compact(storage))["failed_compactions"] == 1
             assert await book.places() == places
             assert (await book.head()).snapshot is None
-            (parts,) = await book.do(messages.get(book.layout.snapshots, book.layout.parts(10**15)))
+            (parts,) = await book.do(requests.get(book.layout.snapshots, book.layout.parts(10**15)))
             assert parts.kvs == []
             await commit(new, *work.more())
             assert await state_by(book.reader) == work.state
@@ -152,8 +153,8 @@ def test_the_child_of_a_deposed_leader_changes_nothing(etcd_url: str) -> None:
     run(body())
 
 
-def test_the_head_of_an_earlier_snapshot_does_not_come_back(etcd_url: str) -> None:
-    """A member that hung may carry out a write long after it was made again, and the snapshot replaced."""
+def test_a_late_write_does_not_restore_an_earlier_snapshot(etcd_url: str) -> None:
+    """An etcd member that hung may execute a write long after it was repeated and the snapshot replaced."""
 
     async def body() -> None:
         async with Book(etcd_url) as book:
@@ -163,28 +164,30 @@ def test_the_head_of_an_earlier_snapshot_does_not_come_back(etcd_url: str) -> No
                 await commit(storage, *work.more())
                 await compact(storage)
                 heads.append((await book.head()).snapshot)
-            job = Job(book.address, storage.epoch, (await book.head()).lease, storage.index, os.getppid())
+            job = EtcdCompactionJob(book.address, storage.epoch, (await book.head()).lease, storage.index, os.getppid())
             writer = SnapshotWriter(book.client, book.layout, job)
             first, last = heads[1], heads[2]
             assert first is not None and last is not None
             with pytest.raises(Deposed):
                 await writer.replace_head(None, first)
-            await writer.replace_head(first, last)  # made again, and done before
+            await writer.replace_head(first, last)  # a repetition of the last write
             assert (await book.head()).snapshot == last
             assert await state_by(book.reader) == work.state
 
     run(body())
 
 
-def test_the_child_of_a_store_that_ended_deletes_nothing_of_the_next_one(etcd_url: str) -> None:
+def test_the_child_of_an_ended_store_deletes_nothing_of_the_next_one(etcd_url: str) -> None:
     async def body() -> None:
         async with Book(etcd_url) as book:
             await book.lead()
             lease = (await book.head()).lease
-            await book.client.call(Method.LEASE_REVOKE, messages.lease(lease), Deadline(AMPLE_S))
+            await book.client.call(Method.LEASE_REVOKE, requests.lease(lease), Deadline(AMPLE_S))
             new, work = await book.lead(), Work()
             await commit(new, *work.more())
-            late = SnapshotWriter(book.client, book.layout, Job(book.address, new.epoch, lease, 1, os.getppid()))
+            late = SnapshotWriter(
+                book.client, book.layout, EtcdCompactionJob(book.address, new.epoch, lease, 1, os.getppid())
+            )
             with pytest.raises(Deposed):
                 await late.delete_before(1, 0)
             assert await state_by(book.reader) == work.state
@@ -193,7 +196,7 @@ def test_the_child_of_a_store_that_ended_deletes_nothing_of_the_next_one(etcd_ur
 
 
 class Overtaking(Reader):
-    """A reader that is overtaken by a compaction, once, after it has seen the head and before it reads the rest."""
+    """A reader that is overtaken once by a compaction, between reading the head and the rest."""
 
     def __init__(self, book: Book, storage: EtcdStorage, work: Work) -> None:
         super().__init__(book.client, book.layout)
@@ -218,7 +221,7 @@ class Overtaking(Reader):
 
 
 @pytest.mark.parametrize("compacted", [False, True], ids=["the log", "the snapshot"])
-def test_a_follower_that_is_overtaken_begins_again(etcd_url: str, compacted: bool) -> None:
+def test_a_follower_overtaken_by_a_compaction_starts_again(etcd_url: str, compacted: bool) -> None:
     async def body() -> None:
         async with Book(etcd_url) as book:
             storage, work = await book.lead(), Work()
@@ -232,11 +235,11 @@ def test_a_follower_that_is_overtaken_begins_again(etcd_url: str, compacted: boo
     run(body())
 
 
-def test_a_follower_that_was_away_goes_on_behind_the_snapshot(etcd_url: str) -> None:
+def test_a_late_follower_continues_from_the_snapshot(etcd_url: str) -> None:
     async def body() -> None:
         async with Book(etcd_url) as book:
             storage, work, replica = await book.lead(), Work(), Replica()
-            follower = Follower(book.reader, replica)  # type: ignore[arg-type]
+            follower = LogFollower(book.reader, replica)  # type: ignore[arg-type]
             for away in (0, 1, 2):
                 for _ in range(away):
                     await commit(storage, *work.more())
@@ -245,7 +248,7 @@ def test_a_follower_that_was_away_goes_on_behind_the_snapshot(etcd_url: str) -> 
                 await follower.catch_up(Deadline(AMPLE_S))
                 assert replica.state == work.state
                 assert follower.index == storage.index
-            await compact(storage)  # and one that has it all
+            await compact(storage)  # a follower that is up to date
             head = await follower.catch_up(Deadline(AMPLE_S))
             assert replica.state == work.state
             assert head.snapshot is not None
@@ -254,7 +257,7 @@ def test_a_follower_that_was_away_goes_on_behind_the_snapshot(etcd_url: str) -> 
     run(body())
 
 
-def test_a_watch_ends_where_etcd_has_compacted_its_history(etcd_cluster, etcd_url: str) -> None:
+def test_a_watch_ends_where_etcd_has_compacted_its_history(etcd_cluster: Cluster, etcd_url: str) -> None:
     async def body() -> None:
         async with Book(etcd_url) as book:
             storage, work = await book.lead(), Work()

@@ -1,6 +1,6 @@
-"""A storage in its directory: what is committed comes back, and whatever is wrong with a file is named.
+"""A storage in its directory: committed records are read back, and damage of any file is named.
 
-The oracle is the list of all records that were committed (see logs.py).
+The expected state is the list of all committed records (see logs.py).
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tests.storage.power_loss import Disk
 
 from rallypoint.errors import DiskFull, RallypointError, StoreClosed, StoreError
 from rallypoint.storage.errors import DirectoryInUse, StorageDamaged, StorageFailed
-from rallypoint.storage.file import FileStorage
-from rallypoint.storage.segment import SECTOR_BYTES
-from rallypoint.storage.segment_writer import SPARE_BYTES
+from rallypoint.storage.file.segment import SECTOR_BYTES
+from rallypoint.storage.file.segment_writer import SPARE_BYTES
+from rallypoint.storage.file.storage import FileStorage
 
 SMALL: dict[str, Any] = {"segment_bytes": 2048, "preallocate_bytes": 0}
-"""Options under which a segment has room for a few commits."""
+"""Options with which a segment has room for a few commits."""
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ SNAPSHOT = f"snapshot-{1:020d}"
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_new_directory_is_empty_and_everything_comes_back(tmp_path: Path) -> None:
+def test_records_are_read_back_from_a_new_directory(tmp_path: Path) -> None:
     directory = tmp_path / "not" / "there" / "yet"
     with closing(FileStorage(directory)) as storage:
         chunks, records = storage.recover()
@@ -69,13 +69,15 @@ def test_a_new_directory_is_empty_and_everything_comes_back(tmp_path: Path) -> N
         commit(storage, b"one")
         commit(storage, b"", b"two", bytes(5000))
     assert held(directory) == [b"one", b"", b"two", bytes(5000)]
-    assert {path.stat().st_mode & 0o077 for path in (directory, *directory.iterdir())} == {0}, "only this user's"
+    assert {path.stat().st_mode & 0o077 for path in (directory, *directory.iterdir())} == {0}, (
+        "readable only by this user"
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
 @pytest.mark.usefixtures("both_ways")
-def test_random_lives_of_a_log(seed: int, directory: Path, unsynced: None) -> None:
-    """Commit, save, close and open in any order, with segments of any size: the list of records is always right."""
+def test_random_histories_of_a_log_lose_nothing(seed: int, directory: Path, unsynced: None) -> None:
+    """Commit, save, close and open in random order, with random sizes of segments: all records are always there."""
     chance = random.Random(seed)
     options = {
         "segment_bytes": chance.choice([512, 3000, 20_000, 64 << 20]),
@@ -101,7 +103,7 @@ def test_random_lives_of_a_log(seed: int, directory: Path, unsynced: None) -> No
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_large_batch_in_short_writes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_batch_survives_short_writes(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.pwrite
     monkeypatch.setattr(os, "pwrite", lambda fd, data, at: real(fd, data[:300_001], at))
     batch = [random.Random(size).randbytes(size) for size in (9 << 20, 1, 5 << 20)]
@@ -114,7 +116,9 @@ def test_a_large_batch_in_short_writes(directory: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("number", [errno.EOPNOTSUPP, errno.EINVAL])
 @pytest.mark.usefixtures("both_ways")
-def test_a_file_system_that_cannot_preallocate(directory: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
+def test_a_file_system_without_preallocation_works(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
     def refuse(fd: int, at: int, size: int) -> None:
         raise OSError(number, os.strerror(number))
 
@@ -128,7 +132,7 @@ def test_a_file_system_that_cannot_preallocate(directory: Path, monkeypatch: pyt
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_space_is_reserved_ahead_and_given_back(directory: Path) -> None:
+def test_space_is_reserved_ahead_and_released(directory: Path) -> None:
     options = {"segment_bytes": 1024, "preallocate_bytes": 1 << 20}
     storage, _ = opened(directory, **options)
     for text in (b"one", b"two", b"three"):
@@ -139,7 +143,7 @@ def test_space_is_reserved_ahead_and_given_back(directory: Path) -> None:
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_recovery_over_many_segments(directory: Path, unsynced: None) -> None:
+def test_recovery_reads_many_segments(directory: Path, unsynced: None) -> None:
     expected = [b"%d" % index * 30 for index in range(300)]
     storage, _ = opened(directory, segment_bytes=SECTOR_BYTES)
     for record in expected:
@@ -168,14 +172,14 @@ def test_records_are_read_one_frame_at_a_time(directory: Path, unsynced: None) -
     assert chunks is None and next(records) == b"0"
     last = directory / f"log-{37:020d}"
     last.write_bytes(last.read_bytes() + frame(41, b"40"))
-    assert list(records)[-1] == b"40", "the last segment was read before it was asked for"
+    assert list(records)[-1] == b"40", "the last segment was read too early"
     storage.close()
 
 
 # Torn tails
 
 
-def test_every_cut_through_the_last_frame_loses_only_that(directory: Path, unsynced: None) -> None:
+def test_a_cut_through_the_last_frame_loses_only_that_frame(directory: Path, unsynced: None) -> None:
     name, earlier = f"log-{1:020d}", frame(1, b"one") + frame(2, b"two" * 300)
     whole = earlier + frame(3, b"last " * 150)
     assert len(whole) - len(earlier) == 2 * SECTOR_BYTES
@@ -189,7 +193,7 @@ def test_every_cut_through_the_last_frame_loses_only_that(directory: Path, unsyn
 
 
 @pytest.mark.parametrize("ahead", [0, 10_000])
-def test_every_subset_of_its_sectors_loses_only_the_last_frame(
+def test_missing_sectors_of_the_last_frame_lose_only_that_frame(
     directory: Path, contents: dict[str, bytes], ahead: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     whole = contents[LAST]
@@ -208,8 +212,8 @@ def test_every_subset_of_its_sectors_loses_only_the_last_frame(
         assert held(directory, **SMALL) == [*RECORDS[:-1], b"x"]
 
 
-def test_a_segment_that_was_only_created(directory: Path, contents: dict[str, bytes]) -> None:
-    """Of any size, as long as nothing was written to it; the one before it must be whole."""
+def test_a_segment_without_any_frame_is_reused(directory: Path, contents: dict[str, bytes]) -> None:
+    """An unwritten segment may have any size; the one before it must be complete."""
     created = f"log-{6:020d}"
     for empty in (b"", bytes(100), bytes(1 << 20)):
         lay_out(directory, {**contents, created: empty})
@@ -238,7 +242,7 @@ def test_a_cut_off_tail_stays_cut_off_when_the_segment_was_full(directory: Path,
 
 
 def damage(directory: Path) -> tuple[str, int]:
-    """Open a storage that must find damage, and must change nothing; return the name of the file and the offset."""
+    """Open a storage, which must report damage and change nothing; return the name of the file and the offset."""
     before = files(directory)
     with pytest.raises(StorageDamaged) as caught:
         held(directory)
@@ -249,7 +253,7 @@ def damage(directory: Path) -> tuple[str, int]:
     return os.path.basename(error.path), error.offset
 
 
-def test_a_flipped_bit_at_every_byte_of_every_file_is_found(directory: Path, contents: dict[str, bytes]) -> None:
+def test_a_flipped_bit_in_any_byte_of_any_file_is_found(directory: Path, contents: dict[str, bytes]) -> None:
     lay_out(directory, contents)
     assert held(directory) == RECORDS
     starts = {CLOSED: [0, 512], LAST: [0, 512], SNAPSHOT: [0, 512]}
@@ -295,7 +299,7 @@ def test_a_snapshot_under_the_name_of_a_segment_is_damage(directory: Path, conte
     assert damage(directory) == (f"log-{1:020d}", 0)
 
 
-def test_files_of_others_are_left_alone(directory: Path, contents: dict[str, bytes]) -> None:
+def test_foreign_files_are_not_touched(directory: Path, contents: dict[str, bytes]) -> None:
     others = {
         "notes.txt": b"mine",
         "log-1": b"mine",
@@ -312,7 +316,7 @@ def test_files_of_others_are_left_alone(directory: Path, contents: dict[str, byt
 # Commits
 
 
-def test_done_is_called_in_order_from_another_thread_after_the_sync(
+def test_callbacks_run_in_order_on_the_writer_s_thread_after_the_sync(
     directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage, _ = opened(directory)
@@ -325,17 +329,22 @@ def test_done_is_called_in_order_from_another_thread_after_the_sync(
 
     monkeypatch.setattr(os, "fdatasync", sync)
     for index in range(3):
-        storage.commit([b"x"], lambda error, index=index: events.put((f"{index} {error}", threading.get_ident())))
+
+        def done(error: BaseException | None, index: int = index) -> None:
+            events.put((f"{index} {error}", threading.get_ident()))
+
+        storage.commit([b"x"], done)
         found = [events.get(timeout=WAIT_S) for _ in range(2)]
         assert [event for event, _ in found] == ["synced", f"{index} None"]
         assert len({ident for _, ident in found}) == 1 and found[0][1] != threading.get_ident()
     storage.close()
 
 
-def test_close_waits_for_the_commit_under_way(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_the_commit_in_flight(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     threads = set(threading.enumerate())
     storage, _ = opened(directory)
-    syncing, go, order = threading.Event(), threading.Event(), []
+    syncing, go = threading.Event(), threading.Event()
+    order: list[str] = []
     real = os.fdatasync
 
     def sync(fd: int) -> None:
@@ -346,27 +355,37 @@ def test_close_waits_for_the_commit_under_way(directory: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "fdatasync", sync)
     storage.commit([b"one"], lambda error: order.append(f"committed {error}"))
     assert syncing.wait(WAIT_S)
-    closer = threading.Thread(target=lambda: (storage.close(), order.append("closed")))
+
+    def close() -> None:
+        storage.close()
+        order.append("closed")
+
+    closer = threading.Thread(target=close)
     closer.start()
     go.set()
     closer.join(WAIT_S)
     assert order == ["committed None", "closed"]
     assert set(threading.enumerate()) == threads
     with pytest.raises(StoreClosed):
-        storage.commit([b"two"], order.append)
+        storage.commit([b"two"], print)
     storage.close()
     assert held(directory) == [b"one"]
 
 
-def test_a_storage_can_be_closed_by_what_a_commit_calls(directory: Path) -> None:
+def test_a_commit_callback_may_close_the_storage(directory: Path) -> None:
     storage, _ = opened(directory)
     closed = threading.Event()
-    storage.commit([b"one"], lambda error: (storage.close(), closed.set()))
+
+    def close(error: BaseException | None) -> None:
+        storage.close()
+        closed.set()
+
+    storage.commit([b"one"], close)
     assert closed.wait(WAIT_S)
     assert held(directory) == [b"one"]
 
 
-def test_a_callback_that_raises_stops_nothing(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_commit_callback_that_raises_is_logged(directory: Path, caplog: pytest.LogCaptureFixture) -> None:
     called = threading.Event()
 
     def bad(error: BaseException | None) -> None:
@@ -382,7 +401,7 @@ def test_a_callback_that_raises_stops_nothing(directory: Path, caplog: pytest.Lo
     assert held(directory) == [b"one", b"two"]
 
 
-def test_misuse_is_refused(directory: Path, contents: dict[str, bytes]) -> None:
+def test_misuse_of_a_storage_is_refused(directory: Path, contents: dict[str, bytes]) -> None:
     with closing(FileStorage(directory)) as storage:
         with pytest.raises(RuntimeError, match="recover"):
             storage.commit([b"x"], print)
@@ -397,9 +416,10 @@ def test_misuse_is_refused(directory: Path, contents: dict[str, bytes]) -> None:
     storage, _ = opened(directory)
     with closing(storage), pytest.raises(ValueError, match="at least one record"):
         storage.commit([], print)
-    for options in ({"segment_bytes": 511}, {"preallocate_bytes": -1}):
-        with pytest.raises(ValueError, match="at least"):
-            FileStorage(directory, **options)
+    with pytest.raises(ValueError, match="at least"):
+        FileStorage(directory, segment_bytes=511)
+    with pytest.raises(ValueError, match="at least"):
+        FileStorage(directory, preallocate_bytes=-1)
 
 
 # Failures
@@ -413,13 +433,18 @@ def failing(number: int) -> Any:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-@pytest.mark.usefixtures("both_ways_watched")
+@pytest.mark.usefixtures("both_ways_faked")
 def test_a_failed_sync_is_final(directory: Path, monkeypatch: pytest.MonkeyPatch, number: int) -> None:
     storage, _ = opened(directory, segment_bytes=1024)
     commit(storage, b"one")
     calls: list[int] = []
+
+    def fail(fd: int) -> None:
+        calls.append(fd)
+        raise OSError(number, os.strerror(number))
+
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fdatasync", lambda fd: (calls.append(fd), failing(number)()))
+        patch.setattr(os, "fdatasync", fail)
         error = outcome(storage, b"two")
     assert isinstance(error, StorageFailed) and error.number == number
     assert error.path == str(directory / f"log-{1:020d}") and os.strerror(number) in str(error)
@@ -438,7 +463,9 @@ def test_a_failed_sync_is_final(directory: Path, monkeypatch: pytest.MonkeyPatch
     [("pwrite", errno.EIO), ("posix_fallocate", errno.EIO), ("pwrite", errno.EROFS)],
 )
 @pytest.mark.usefixtures("both_ways")
-def test_any_other_error_is_final(directory: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int) -> None:
+def test_any_other_error_of_a_write_is_final(
+    directory: Path, monkeypatch: pytest.MonkeyPatch, call: str, number: int
+) -> None:
     storage, _ = opened(directory)
     with monkeypatch.context() as patch:
         patch.setattr(os, call, failing(number))
@@ -450,7 +477,7 @@ def test_any_other_error_is_final(directory: Path, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_record_of_the_wrong_type_is_final_too(directory: Path) -> None:
+def test_a_record_of_the_wrong_type_is_final(directory: Path) -> None:
     storage, _ = opened(directory)
     commit(storage, b"one")
     wrong: Any = ["text"]
@@ -475,7 +502,7 @@ def test_a_failed_sync_of_a_new_segments_name_is_final(directory: Path, monkeypa
 
 @pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOSPC])
 @pytest.mark.usefixtures("both_ways")
-def test_a_segment_that_cannot_be_followed_grows(
+def test_a_segment_grows_when_no_new_one_can_be_created(
     directory: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, number: int
 ) -> None:
     storage, _ = opened(directory, segment_bytes=512)
@@ -493,10 +520,10 @@ def test_a_segment_that_cannot_be_followed_grows(
 
 @pytest.mark.parametrize("failures", range(1, 12))
 @pytest.mark.usefixtures("both_ways")
-def test_a_batch_for_which_there_is_no_room_leaves_nothing(
+def test_a_batch_that_does_not_fit_leaves_nothing(
     directory: Path, monkeypatch: pytest.MonkeyPatch, failures: int
 ) -> None:
-    """Whichever write finds the disk full: the part before it is cut off, and the next commit goes where it was."""
+    """Whichever write fails: what was written before is cut off, and the next commit takes its place."""
     storage, _ = opened(directory, preallocate_bytes=0)
     commit(storage, b"one")
     real, left = os.pwrite, [failures]
@@ -516,7 +543,7 @@ def test_a_batch_for_which_there_is_no_room_leaves_nothing(
 
 
 @pytest.mark.usefixtures("both_ways")
-def test_a_segment_that_cannot_be_cut_back_is_final(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failure_to_cut_a_segment_back_is_final(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     storage, _ = opened(directory, preallocate_bytes=0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "pwrite", failing(errno.ENOSPC))
@@ -526,12 +553,14 @@ def test_a_segment_that_cannot_be_cut_back_is_final(directory: Path, monkeypatch
     storage.close()
 
 
-# The loss of power
+# Loss of power
 
 
-@pytest.mark.usefixtures("both_ways_watched")
-def test_power_may_fail_at_any_moment(tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was acknowledged by then is found on the disk, whichever disk is the worst (see power_loss.py)."""
+@pytest.mark.usefixtures("both_ways_faked")
+def test_a_power_loss_at_any_moment_loses_no_acknowledged_record(
+    tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything acknowledged by then is on each of the possible disks (see power_loss.py)."""
     directory.mkdir()
     expected = [b"%d" % index for index in range(12)]
     with monkeypatch.context() as patch:
@@ -550,23 +579,23 @@ def test_power_may_fail_at_any_moment(tmp_path: Path, directory: Path, monkeypat
     assert calls.count("rename") == 2 + 6, "snapshots, and all segments but the first"
     for moment in disk.moments:
         for contents in moment.disks:
-            lay_out(tmp_path / "woken", contents)
-            found = held(tmp_path / "woken", segment_bytes=1024)
+            lay_out(tmp_path / "after", contents)
+            found = held(tmp_path / "after", segment_bytes=1024)
             assert found in (expected[: moment.acknowledged], expected[: moment.acknowledged + 1]), moment
 
 
-def test_what_a_killed_process_had_not_synced_is_synced_before_it_is_built_on(
+def test_records_not_synced_by_a_killed_process_are_synced_on_recovery(
     tmp_path: Path, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Records that are read, and may be answered from, must survive a loss of power after that."""
+    """Recovered records may be visible in answers, so they must survive a later loss of power."""
     directory.mkdir()
     lay_out(directory, {f"log-{1:020d}": frame(1, b"one")})
     with monkeypatch.context() as patch:
         disk = Disk(directory, patch, synced=False)
         assert held(directory) == [b"one"]
     for contents in disk.moments[-1].disks:
-        lay_out(tmp_path / "woken", contents)
-        assert held(tmp_path / "woken") == [b"one"]
+        lay_out(tmp_path / "after", contents)
+        assert held(tmp_path / "after") == [b"one"]
 
 
 # Errors
@@ -582,7 +611,7 @@ def test_what_a_killed_process_had_not_synced_is_synced_before_it_is_built_on(
     ],
     ids=lambda error: type(error).__name__,
 )
-def test_errors_carry_their_facts_and_survive_pickling(error: RallypointError) -> None:
+def test_errors_have_fields_and_survive_pickling(error: RallypointError) -> None:
     assert isinstance(error, StoreError)
     for other in (pickle.loads(pickle.dumps(error)), copy.copy(error)):
         assert type(other) is type(error) and str(other) == str(error) and vars(other) == vars(error)

@@ -1,4 +1,4 @@
-"""Syncs by the kernel: what they report, what is left to the thread, and how both take turns."""
+"""Syncs by the kernel: their results, the commits that are left to the thread, and how both take turns."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from tests.storage.kernels import FakeKernel, FdatasyncKernel
 from tests.storage.logs import WAIT_S, commit, files, held, opened, outcome
 
 from rallypoint.errors import StoreClosed
-from rallypoint.storage import log_writer
 from rallypoint.storage.errors import StorageFailed
-from rallypoint.storage.file import FileStorage
-from rallypoint.storage.kernel_sync import KernelSync
-from rallypoint.storage.segment_writer import SMALL_BYTES
+from rallypoint.storage.file import log_writer
+from rallypoint.storage.file.kernel_sync import KernelSync
+from rallypoint.storage.file.segment_writer import SMALL_BYTES
+from rallypoint.storage.file.storage import FileStorage
 
 needs_kernel = pytest.mark.needs("aio")
 Made = list[Any]
@@ -29,18 +29,23 @@ Install = Callable[[Callable[[], Any]], Made]
 
 @pytest.fixture
 def install(loop: asyncio.AbstractEventLoop, monkeypatch: pytest.MonkeyPatch) -> Install:
-    """Attach storages to a kernel of this kind; return the list of those that are made."""
+    """Attach storages to kernels of this kind; return the list of kernels created."""
 
     def install(kind: Callable[[], Any]) -> Made:
         made: Made = []
-        monkeypatch.setattr(log_writer, "KernelSync", lambda: made.append(kind()) or made[-1])
+
+        def make() -> Any:
+            made.append(kind())
+            return made[-1]
+
+        monkeypatch.setattr(log_writer, "KernelSync", make)
         return made
 
     return install
 
 
 class Counted(KernelSync):
-    """The real one, and how many syncs it has begun."""
+    """The real kernel, with a count of its syncs."""
 
     started = 0
 
@@ -50,7 +55,7 @@ class Counted(KernelSync):
 
 
 def begun(directory: Path, made: Made, **options: Any) -> tuple[FileStorage, Any]:
-    """Open a storage in which a thread has reserved space, so that the next small batch is for the kernel."""
+    """Open a storage in which the thread has reserved space, so that the kernel syncs the next small batch."""
     storage, _ = opened(directory, **options)
     commit(storage, b"zero")
     return storage, made[-1]
@@ -72,7 +77,7 @@ def test_a_sync_is_reported_once(tmp_path: Path) -> None:
 
 
 @needs_kernel
-def test_what_cannot_be_synced_is_said_at_once() -> None:
+def test_a_file_that_cannot_be_synced_is_refused_at_once() -> None:
     kernel, pipe = KernelSync(), os.pipe()
     closed = os.dup(pipe[0])
     os.close(closed)
@@ -85,11 +90,11 @@ def test_what_cannot_be_synced_is_said_at_once() -> None:
     kernel.close()
 
 
-# Which way
+# Kernel or thread
 
 
 @needs_kernel
-def test_small_batches_are_the_kernels_and_the_rest_is_the_threads(install: Install, tmp_path: Path) -> None:
+def test_the_kernel_syncs_small_batches_and_the_thread_the_rest(install: Install, tmp_path: Path) -> None:
     storage, kernel = begun(tmp_path, install(Counted), segment_bytes=1 << 20)
     expected, ways = [b"zero"], []
     for size in (10, SMALL_BYTES, 10, SMALL_BYTES // 2, 1 << 20, 10, 10):
@@ -97,7 +102,7 @@ def test_small_batches_are_the_kernels_and_the_rest_is_the_threads(install: Inst
         commit(storage, bytes(size))
         expected.append(bytes(size))
         ways.append("kernel" if kernel.started > before else "thread")
-    # Too large; ...; too large; the segment is full: the thread begins another, which has space reserved.
+    # Threads sync what is too large, and the first commit of a new segment, for which they reserve space.
     assert ways == ["kernel", "thread", "kernel", "kernel", "thread", "thread", "kernel"]
     assert storage.statistics()["segments"] == 2
     assert storage.statistics()["commits"] == storage.statistics()["sequence"] == 8
@@ -106,7 +111,7 @@ def test_small_batches_are_the_kernels_and_the_rest_is_the_threads(install: Inst
 
 
 @needs_kernel
-def test_space_that_is_not_reserved_is_the_threads(install: Install, tmp_path: Path) -> None:
+def test_the_thread_syncs_commits_without_reserved_space(install: Install, tmp_path: Path) -> None:
     storage, kernel = begun(tmp_path, install(Counted), preallocate_bytes=4096)
     ways = []
     for _ in range(12):
@@ -119,7 +124,7 @@ def test_space_that_is_not_reserved_is_the_threads(install: Install, tmp_path: P
 
 
 @needs_kernel
-def test_without_preallocation_there_is_nothing_for_the_kernel(install: Install, tmp_path: Path) -> None:
+def test_the_kernel_syncs_nothing_without_preallocation(install: Install, tmp_path: Path) -> None:
     storage, kernel = begun(tmp_path, install(Counted), preallocate_bytes=0)
     commit(storage, b"one")
     assert kernel.started == 0
@@ -129,7 +134,7 @@ def test_without_preallocation_there_is_nothing_for_the_kernel(install: Install,
 
 @needs_kernel
 @pytest.mark.parametrize("seed", range(4))
-def test_many_commits_of_both_ways(install: Install, tmp_path: Path, seed: int) -> None:
+def test_commits_by_kernel_and_thread_are_read_back(install: Install, tmp_path: Path, seed: int) -> None:
     chance, made = random.Random(seed), install(Counted)
     storage, _ = opened(tmp_path, segment_bytes=100_000, preallocate_bytes=20_000)
     expected = [chance.randbytes(chance.choice((1, 500, 5000, 90_000))) for _ in range(300)]
@@ -141,7 +146,9 @@ def test_many_commits_of_both_ways(install: Install, tmp_path: Path, seed: int) 
 
 
 @needs_kernel
-def test_done_is_called_on_the_event_loop(install: Install, loop: asyncio.AbstractEventLoop, tmp_path: Path) -> None:
+def test_callbacks_of_kernel_syncs_run_on_the_event_loop(
+    install: Install, loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
     storage, _ = begun(tmp_path, install(Counted))
     ended = loop.create_future()
     storage.commit([b"one"], lambda error: ended.set_result((error, threading.get_ident())))
@@ -150,14 +157,14 @@ def test_done_is_called_on_the_event_loop(install: Install, loop: asyncio.Abstra
     storage.close()
 
 
-# A kernel that cannot
+# A kernel that cannot sync
 
 
 def cannot() -> Any:
     raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
 
-def test_a_kernel_that_cannot_sync_leaves_it_to_the_thread(install: Install, tmp_path: Path) -> None:
+def test_the_thread_syncs_when_the_kernel_cannot(install: Install, tmp_path: Path) -> None:
     install(cannot)
     storage, _ = opened(tmp_path)
     for record in (b"one", b"two"):
@@ -167,7 +174,7 @@ def test_a_kernel_that_cannot_sync_leaves_it_to_the_thread(install: Install, tmp
 
 
 @pytest.mark.parametrize("works", [0, 2])
-def test_a_file_that_it_cannot_sync_is_left_to_the_thread(install: Install, tmp_path: Path, works: int) -> None:
+def test_the_thread_syncs_files_that_the_kernel_refuses(install: Install, tmp_path: Path, works: int) -> None:
     class Refusing(FdatasyncKernel):
         def start(self, fd: int) -> None:
             if len(self.started) == works:
@@ -187,7 +194,7 @@ def test_a_file_that_it_cannot_sync_is_left_to_the_thread(install: Install, tmp_
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EDQUOT])
-def test_a_sync_that_fails_is_final(install: Install, tmp_path: Path, number: int) -> None:
+def test_a_failed_kernel_sync_is_final(install: Install, tmp_path: Path, number: int) -> None:
     storage, kernel = begun(tmp_path, install(FakeKernel))
     errors: list[BaseException | None] = []
     storage.commit([b"one"], errors.append)
@@ -198,7 +205,7 @@ def test_a_sync_that_fails_is_final(install: Install, tmp_path: Path, number: in
     assert held(tmp_path) in ([b"zero"], [b"zero", b"one"])
 
 
-def test_after_a_sync_that_failed_nothing_is_written(install: Install, tmp_path: Path) -> None:
+def test_nothing_is_written_after_a_failed_sync(install: Install, tmp_path: Path) -> None:
     class Failing(FdatasyncKernel):
         def end(self, number: int = 0) -> None:
             super().end(errno.EIO)
@@ -215,10 +222,10 @@ def test_after_a_sync_that_failed_nothing_is_written(install: Install, tmp_path:
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC])
-def test_a_write_that_fails_is_tried_again_by_the_thread(
+def test_a_failed_write_is_retried_by_the_thread(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """The thread says what is wrong if it fails there, too; if it does not, the sync is what counts."""
+    """If the thread fails as well, it reports the error; if it succeeds, only its sync counts."""
     storage, kernel = begun(tmp_path, install(FdatasyncKernel))
     real, failures = os.pwrite, [1]
 
@@ -246,16 +253,19 @@ def test_records_that_cannot_be_written_do_not_block_the_storage(install: Instal
     assert held(tmp_path) == [b"zero"]
 
 
-# A sync under way
+# A sync in flight
 
 
-def test_one_commit_at_a_time(install: Install, loop: asyncio.AbstractEventLoop, tmp_path: Path) -> None:
+def test_a_second_commit_in_flight_is_refused(
+    install: Install, loop: asyncio.AbstractEventLoop, tmp_path: Path
+) -> None:
     storage, kernel = begun(tmp_path, install(FakeKernel))
     ended = loop.create_future()
     storage.commit([b"one"], ended.set_result)
-    for again in (lambda: storage.commit([b"two"], print), lambda: storage.save([])):
-        with pytest.raises(RuntimeError, match="under way"):
-            again()
+    with pytest.raises(RuntimeError, match="in flight"):
+        storage.commit([b"two"], print)
+    with pytest.raises(RuntimeError, match="in flight"):
+        storage.save([])
     kernel.end()
     assert loop.run_until_complete(asyncio.wait_for(ended, WAIT_S)) is None
     storage.close()
@@ -266,7 +276,7 @@ def test_one_commit_at_a_time(install: Install, loop: asyncio.AbstractEventLoop,
 def test_close_waits_for_the_sync(
     install: Install, loop: asyncio.AbstractEventLoop, tmp_path: Path, loop_closed: bool
 ) -> None:
-    """Also when the event loop, which would have learnt of its end, is closed already."""
+    """Even when the event loop that would be notified of its end is closed."""
     storage, kernel = begun(tmp_path, install(FakeKernel))
     order: list[str] = []
     storage.commit([b"one"], lambda error: order.append(f"committed {error}"))
@@ -274,7 +284,12 @@ def test_close_waits_for_the_sync(
         loop.close()
     waits = threading.Event()
     real = kernel.finish
-    kernel.finish = lambda wait=False: (waits.set(), real(wait=wait))[1]
+
+    def finish(wait: bool = False) -> Any:
+        waits.set()
+        return real(wait=wait)
+
+    kernel.finish = finish
     ender = threading.Thread(target=lambda: waits.wait(WAIT_S) and kernel.end())
     ender.start()
     storage.close()
@@ -288,8 +303,9 @@ def test_close_waits_for_the_sync(
 
 
 @needs_kernel
-def test_the_real_one_is_waited_for_too(install: Install, tmp_path: Path) -> None:
-    made, expected, order = install(Counted), [b"zero"], []
+def test_close_waits_for_a_sync_of_the_real_kernel(install: Install, tmp_path: Path) -> None:
+    made, expected = install(Counted), [b"zero"]
+    order: list[BaseException | None] = []
     for index in range(20):
         storage, _ = opened(tmp_path) if index else begun(tmp_path, made)
         expected.append(b"%d" % index)
@@ -299,22 +315,32 @@ def test_the_real_one_is_waited_for_too(install: Install, tmp_path: Path) -> Non
     assert held(tmp_path) == expected
 
 
-def test_a_storage_can_be_closed_by_what_a_commit_calls(
+def test_a_commit_callback_may_close_the_storage(
     install: Install, loop: asyncio.AbstractEventLoop, tmp_path: Path
 ) -> None:
     storage, kernel = begun(tmp_path, install(FdatasyncKernel))
     ended = loop.create_future()
-    storage.commit([b"one"], lambda error: (storage.close(), ended.set_result(error)))
+
+    def close(error: BaseException | None) -> None:
+        storage.close()
+        ended.set_result(error)
+
+    storage.commit([b"one"], close)
     assert loop.run_until_complete(asyncio.wait_for(ended, WAIT_S)) is None
     assert kernel.closed and held(tmp_path) == [b"zero", b"one"]
 
 
-def test_a_callback_that_raises_stops_nothing(
+def test_a_commit_callback_that_raises_is_logged(
     install: Install, loop: asyncio.AbstractEventLoop, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     storage, _ = begun(tmp_path, install(FdatasyncKernel))
     called = loop.create_future()
-    storage.commit([b"one"], lambda error: called.set_result(error) or 1 / 0)
+
+    def fail(error: BaseException | None) -> None:
+        called.set_result(error)
+        raise ZeroDivisionError
+
+    storage.commit([b"one"], fail)
     loop.run_until_complete(asyncio.wait_for(called, WAIT_S))
     commit(storage, b"two")
     storage.close()

@@ -1,7 +1,7 @@
-"""The bytes of a segment: every way to tear the last frame is seen as that, and every flipped bit as damage.
+"""The bytes of a segment: every torn last frame is recognized as torn, and every flipped bit as damage.
 
-A log here has three frames; the last one has several sectors, some of which hold nothing but zeros, or a single bit:
-whatever the payload, what was not written must not be confused with what was written and then damaged.
+A log here has three frames; the last one has several sectors, some of them with only zeros or a single bit: whatever
+the payload, bytes that were never written must not be confused with damaged ones.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from tests.storage.logs import frame, scanned
 
 from rallypoint.storage.errors import StorageDamaged
-from rallypoint.storage.segment import SECTOR_BYTES, Tail, encode, frame_bytes, scan
+from rallypoint.storage.file.segment import SECTOR_BYTES, SegmentTail, encode, frame_bytes, scan
 
 FIRST = 41
 """The number of the first frame."""
@@ -42,7 +42,7 @@ def log(last: list[bytes]) -> tuple[bytes, int]:
 EARLIER = [[b"one", b"uno"], [b"two" * 300]]
 
 
-def read(data: bytes) -> tuple[list[list[bytes]], Tail]:
+def read(data: bytes) -> tuple[list[list[bytes]], SegmentTail]:
     return scanned(scan(io.BytesIO(data), "the log", FIRST))
 
 
@@ -54,27 +54,27 @@ def damage(data: bytes) -> StorageDamaged:
 
 
 def reseal(data: bytearray) -> None:
-    """Make the checksum of a header right."""
+    """Correct the checksum of a header."""
     data[28:32] = struct.pack("<I", zlib.crc32(data[:28]))
 
 
 every_payload = pytest.mark.parametrize("last", PAYLOADS.values(), ids=PAYLOADS.keys())
 
 
-# What is written is read
+# Round trips
 
 
 @given(st.lists(st.lists(st.binary(max_size=2000), min_size=1, max_size=6), max_size=5), st.integers(0, 3))
-def test_frames_come_back(batches: list[list[bytes]], preallocated: int) -> None:
+def test_frames_survive_a_round_trip(batches: list[list[bytes]], preallocated: int) -> None:
     data = b"".join(frame(FIRST + index, *batch) for index, batch in enumerate(batches))
     found, tail = read(data + bytes(700 * preallocated))
     assert found == batches
-    assert tail == Tail(len(data), FIRST + len(batches), torn=False)
+    assert tail == SegmentTail(len(data), FIRST + len(batches), torn=False)
 
 
 @pytest.mark.parametrize("near", [480, 480 + 508, 480 + 2047 * 508, 480 + 4095 * 508])
 @pytest.mark.parametrize("off_by", [-5, -4, -3, 0, 1])
-def test_sizes_around_every_border_come_back(near: int, off_by: int) -> None:
+def test_sizes_around_every_boundary_survive_a_round_trip(near: int, off_by: int) -> None:
     record = random.Random(near).randbytes(near + off_by)
     pieces = list(encode([record], FIRST))
     assert pieces[-1][0] == 0, "the piece with the header comes last"
@@ -85,17 +85,17 @@ def test_sizes_around_every_border_come_back(near: int, off_by: int) -> None:
     assert read(data)[0] == [[record]]
 
 
-def test_a_batch_of_many_records_comes_back() -> None:
+def test_a_batch_of_many_records_survives_a_round_trip() -> None:
     batch = [random.Random(size).randbytes(size) for size in range(2500)]
     assert read(frame(FIRST, *batch, b"", b""))[0] == [[*batch, b"", b""]]
 
 
-# What an interrupted write leaves is torn
+# Interrupted writes are torn
 
 
 @every_payload
 @pytest.mark.parametrize("preallocated", [False, True])
-def test_every_beginning_of_the_last_frame_is_torn(last: list[bytes], preallocated: bool) -> None:
+def test_a_truncated_last_frame_is_torn(last: list[bytes], preallocated: bool) -> None:
     data, start = log(last)
     for end in range(start, len(data)):
         cut = data[:end]
@@ -103,11 +103,11 @@ def test_every_beginning_of_the_last_frame_is_torn(last: list[bytes], preallocat
             cut += bytes(4 * SECTOR_BYTES)
         found, tail = read(cut)
         assert found == EARLIER
-        assert tail == Tail(start, FIRST + 2, torn=end > start)
+        assert tail == SegmentTail(start, FIRST + 2, torn=end > start)
 
 
 @every_payload
-def test_every_subset_of_the_sectors_of_the_last_frame_is_torn(last: list[bytes]) -> None:
+def test_a_last_frame_with_missing_sectors_is_torn(last: list[bytes]) -> None:
     data, start = log(last)
     offsets = range(start, len(data), SECTOR_BYTES)
     for count in range(1, len(offsets) + 1):
@@ -120,21 +120,21 @@ def test_every_subset_of_the_sectors_of_the_last_frame_is_torn(last: list[bytes]
                 shown = bytes(torn[:size].ljust(size, b"\0"))
                 found, tail = read(shown)
                 assert found == EARLIER
-                assert tail == Tail(start, FIRST + 2, torn=any(shown[start:]))
+                assert tail == SegmentTail(start, FIRST + 2, torn=any(shown[start:]))
                 assert written or not tail.torn
 
 
-def test_a_torn_frame_with_any_number_of_sectors_is_torn_without_its_header() -> None:
+def test_a_large_frame_without_its_header_is_torn() -> None:
     data = frame(FIRST, bytes(3 << 20))
     torn = bytes(SECTOR_BYTES) + data[SECTOR_BYTES : 2 << 20] + bytes(1 << 20)
-    assert read(torn) == ([], Tail(0, FIRST, torn=True))
+    assert read(torn) == ([], SegmentTail(0, FIRST, torn=True))
 
 
 # Everything else is damage
 
 
 @every_payload
-def test_every_flipped_bit_and_every_changed_byte_is_damage(last: list[bytes]) -> None:
+def test_a_changed_byte_is_damage(last: list[bytes]) -> None:
     data, _ = log(last)
     starts = [0, SECTOR_BYTES, 3 * SECTOR_BYTES]
     for at, tail in itertools.product(range(len(data)), (b"", bytes(1024))):
@@ -144,7 +144,7 @@ def test_every_flipped_bit_and_every_changed_byte_is_damage(last: list[bytes]) -
             assert error.offset in (frame_start, at - at % SECTOR_BYTES), (at, error)
 
 
-def test_every_bit_of_a_header_counts() -> None:
+def test_a_flipped_bit_in_a_header_is_damage() -> None:
     data, start = log([bytes(600)])
     for bit in range(start * 8, (start + 40) * 8):
         flipped = bytearray(data)
@@ -161,7 +161,7 @@ def test_a_missing_sector_before_the_last_frame_is_damage(last: list[bytes]) -> 
 
 
 @every_payload
-def test_a_torn_frame_with_something_behind_it_is_damage(last: list[bytes]) -> None:
+def test_a_torn_frame_with_data_behind_it_is_damage(last: list[bytes]) -> None:
     data, start = log(last)
     whole = len(data)
     sectors = range(start, whole, SECTOR_BYTES)
@@ -186,14 +186,14 @@ def test_garbage_after_the_last_frame_is_damage(at: int, garbage: bytes) -> None
 def test_frames_out_of_order_are_damage() -> None:
     one, two, three = (frame(FIRST + index, b"%d" % index) for index in range(3))
     assert damage(one + three).offset == len(one)
-    assert f"number {FIRST + 2}, where number {FIRST + 1}" in damage(one + three).why
+    assert f"number {FIRST + 2}, expected {FIRST + 1}" in damage(one + three).why
     assert damage(one + one).offset == len(one)
     assert damage(two).offset == 0
     assert damage(one + two + three + one).offset == 3 * SECTOR_BYTES
 
 
-def test_the_checksum_of_another_number_does_not_pass() -> None:
-    """A header that is right, and has the checksum that its frame would have under the next number."""
+def test_the_checksum_of_another_frame_number_is_damage() -> None:
+    """A valid header with the checksum that its frame would have under the next number."""
     record = random.Random(2).randbytes(900)
     data, other = bytearray(frame(FIRST, record)), frame(FIRST + 1, record)
     data[8:12] = other[8:12]
@@ -202,7 +202,7 @@ def test_the_checksum_of_another_number_does_not_pass() -> None:
 
 
 def test_a_torn_frame_with_a_damaged_sector_is_damage() -> None:
-    """Even with a sector missing, the others must be in their places."""
+    """Even with a missing sector, the others must be intact."""
     data, start = log([bytes(1700)])
     torn = bytearray(data)
     torn[start + SECTOR_BYTES : start + 2 * SECTOR_BYTES] = bytes(SECTOR_BYTES)
@@ -218,7 +218,7 @@ def test_a_header_of_another_format_is_damage() -> None:
     assert damage(bytes(data)).offset == 0
 
 
-def test_a_later_version_is_named() -> None:
+def test_a_later_format_version_is_named() -> None:
     data = bytearray(frame(FIRST, b"x"))
     data[4] = 9
     reseal(data)

@@ -1,4 +1,4 @@
-"""Snapshots: they come back, damage is found, and a process killed at any step leaves a directory that recovers."""
+"""Snapshots: round trips, detection of damage, and recovery after a kill at any step."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tests.storage.logs import WAIT_S, commit, files, frame, held, lay_out, name
 
 from rallypoint.errors import DiskFull
 from rallypoint.storage.errors import StorageDamaged, StorageFailed
-from rallypoint.storage.file import FileStorage
-from rallypoint.storage.segment import SECTOR_BYTES
-from rallypoint.storage.snapshot import read_snapshot, write_snapshot
+from rallypoint.storage.file.segment import SECTOR_BYTES
+from rallypoint.storage.file.snapshot import read_snapshot, write_snapshot
+from rallypoint.storage.file.storage import FileStorage
 
 
 def chunks_of(seed: int) -> list[bytes]:
-    """Return chunks that take several frames."""
+    """Return chunks that fill several frames."""
     chance = random.Random(seed)
     return [chance.randbytes(int(chance.paretovariate(0.4)) % 700_000) for _ in range(40)] + [b"", b"\0" * 5000]
 
 
 @pytest.mark.parametrize("chunks", [[], [b""], [b"one"], chunks_of(1), [random.Random(2).randbytes(3 << 20)]])
-def test_chunks_come_back(tmp_path: Path, chunks: list[bytes]) -> None:
+def test_chunks_survive_a_round_trip(tmp_path: Path, chunks: list[bytes]) -> None:
     write_snapshot(str(tmp_path), 7, iter(chunks))
     assert list(files(tmp_path)) == [f"snapshot-{7:020d}"]
     assert list(read_snapshot(str(tmp_path), 7)) == chunks
@@ -42,8 +42,8 @@ def test_small_chunks_share_frames(tmp_path: Path) -> None:
     assert len(files(tmp_path)[f"snapshot-{7:020d}"]) < 1_050_000
 
 
-def test_a_snapshot_is_written_while_its_chunks_come(tmp_path: Path) -> None:
-    """And read in the same way: memory holds a frame or two of it, not all."""
+def test_a_snapshot_is_written_and_read_incrementally(tmp_path: Path) -> None:
+    """And read in the same way: memory holds only a frame or two."""
     sizes: list[int] = []
 
     def slowly() -> Iterator[bytes]:
@@ -63,7 +63,7 @@ def test_a_snapshot_is_written_while_its_chunks_come(tmp_path: Path) -> None:
         list(chunks)
 
 
-def test_any_flipped_bit_is_found_by_name(tmp_path: Path) -> None:
+def test_any_flipped_bit_is_found_and_the_file_named(tmp_path: Path) -> None:
     write_snapshot(str(tmp_path), 7, [b"a" * 1000, bytes(700)])
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -79,7 +79,7 @@ def test_any_flipped_bit_is_found_by_name(tmp_path: Path) -> None:
             os.pwrite(file.fileno(), whole[at : at + 1], at)
 
 
-def test_every_cut_and_every_addition_is_found(tmp_path: Path) -> None:
+def test_truncations_and_additions_are_found(tmp_path: Path) -> None:
     write_snapshot(str(tmp_path), 7, [b"a" * 1000])
     (path,) = tmp_path.iterdir()
     whole = path.read_bytes()
@@ -102,7 +102,7 @@ def test_a_snapshot_under_the_name_of_another_is_found(tmp_path: Path) -> None:
 
 
 def test_a_damaged_snapshot_removes_nothing(tmp_path: Path) -> None:
-    """Not even what it covers, and the process that wrote it had no time to remove."""
+    """Not even the files that it covers, if its writer died before it removed them."""
     storage, _ = opened(tmp_path)
     commit(storage, b"one")
     storage.close()
@@ -189,8 +189,10 @@ def test_saving_again_replaces_the_snapshot(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scenario", ["save", "save_attached", "fold"])
 @pytest.mark.parametrize("snapshot", [False, True])
-def test_killed_at_every_step(tmp_path: Path, unsynced: None, scenario: str, snapshot: bool) -> None:
-    """All that was acknowledged comes back, at most one record more, and the log goes on from there."""
+def test_a_kill_at_any_step_loses_no_acknowledged_record(
+    tmp_path: Path, unsynced: None, scenario: str, snapshot: bool
+) -> None:
+    """All acknowledged records are recovered, at most one more, and the log can be continued."""
     template, work = tmp_path / "template", tmp_path / "work"
     work.mkdir()
     before = RECORDS[: 10 if scenario == "fold" else 5]

@@ -1,4 +1,4 @@
-"""EtcdStore: servers found through etcd, started where there is none, and found again when all known ones are gone."""
+"""EtcdStore: servers are found through etcd, started if there is none, and found again when all known ones are gone."""
 
 from __future__ import annotations
 
@@ -13,24 +13,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.client.test_addresses import nobody
 from tests.conformance.calls import Call
-from tests.etcd.access import base64, post
+from tests.etcd.access import USER, WORD, base64, guarded, post
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
+from tests.raw_peer import AMPLE_S, read_line, script, until
 from tests.replicated.servers import Servers
-from tests.wire import AMPLE_S, read_line, script, until
 
 import rallypoint
 from rallypoint import ConnectFailed, NoQuorum, Relay, Server, aio, connect, net
+from rallypoint.client.routing.relay_address import VARIABLE, RelayAddress
+from rallypoint.client.routing.route import Route
+from rallypoint.client.routing.search import Search
 from rallypoint.deadline import Deadline
 from rallypoint.etcd.address import Access, Address, parse
-from rallypoint.protocol.client import Client
 from rallypoint.protocol.native import Standby
-from rallypoint.storage.etcd_lookup import claim_seat, look_up
+from rallypoint.protocol.native_client import ClientProtocol
+from rallypoint.storage.etcd.lookup import claim_start_permit, look_up
 from rallypoint.store import etcd
-from rallypoint.store.route import Route
-from rallypoint.store.search import Search
 from rallypoint.store.url import parse_url
+
+__all__ = ["guarded"]
 
 needs_etcd = pytest.mark.needs("etcd")
 
@@ -59,22 +63,22 @@ def own_server(url: str) -> Server:
         Address(("a:2379",), "jöb", Access("c&a", "x", "y", "ann", "s#c/r?t=&"), "::1"),
     ],
 )
-def test_an_address_is_the_same_after_a_way_as_url(address: Address) -> None:
+def test_an_address_survives_conversion_to_a_url(address: Address) -> None:
     assert address_of(address.url) == address
     assert "s#c" not in address.name
 
 
-def test_a_server_listens_where_etcd_would_see_it() -> None:
+def test_a_server_listens_on_the_address_facing_etcd() -> None:
     assert etcd.listen_host(parse("127.0.0.1:1", "x", {})) == "127.0.0.1"
     assert etcd.listen_host(parse("127.0.0.1:1", "x", {"host": "10.1.2.3"})) == "10.1.2.3"
     assert etcd.listen_host(parse("no.such.host.invalid:1", "x", {})) == "127.0.0.1"
 
 
-# Servers that are there
+# Existing servers
 
 
 @needs_etcd
-def test_a_server_that_runs_is_found(etcd_url: str) -> None:
+def test_a_running_server_is_found(etcd_url: str) -> None:
     with Server(storage=etcd_url) as server, connect(etcd_url) as store, connect(server.url) as direct:
         direct.set("k", "v")
         assert store.get("k") == b"v"
@@ -85,18 +89,18 @@ def test_a_server_that_runs_is_found(etcd_url: str) -> None:
 
 
 @needs_etcd
-def test_when_all_known_servers_are_gone_etcd_is_asked_for_others(etcd_url: str, tmp_path: Path) -> None:
+def test_new_servers_are_looked_up_when_all_known_ones_are_gone(etcd_url: str, tmp_path: Path) -> None:
     with Servers(etcd_url, tmp_path, 1) as servers, connect(etcd_url) as store:
         store.set("k", "v")
         call = Call(store.get, "later").blocked()
-        servers.start(port=0)  # on another port; whether the client hears of it before is a matter of chance
+        servers.start(port=0)  # on another port, which the client may or may not learn before the kill
         servers.kill(0)
         store.set("later", "w")
         assert (store.get("k"), call.result()) == (b"v", b"w")
 
 
 @needs_etcd
-def test_the_asyncio_client_finds_them_and_finds_them_again(etcd_url: str, tmp_path: Path) -> None:
+def test_the_asyncio_client_finds_servers_and_looks_up_new_ones(etcd_url: str, tmp_path: Path) -> None:
     async def use(servers: Servers) -> None:
         async with await aio.connect(etcd_url, AMPLE_S) as store:
             await store.set("k", "v")
@@ -109,11 +113,11 @@ def test_the_asyncio_client_finds_them_and_finds_them_again(etcd_url: str, tmp_p
         asyncio.run(use(servers))
 
 
-# A server of one's own
+# Servers started by clients
 
 
 @needs_etcd
-def test_where_there_is_none_one_is_started_and_lives_on_when_the_store_is_closed(etcd_url: str) -> None:
+def test_a_missing_server_is_started_and_outlives_the_store(etcd_url: str) -> None:
     with connect(etcd_url) as store:
         store.set("k", "v")
         server = own_server(etcd_url)
@@ -125,7 +129,7 @@ def test_where_there_is_none_one_is_started_and_lives_on_when_the_store_is_close
 
 
 @needs_etcd
-def test_when_it_dies_another_is_started_with_all_that_was_stored(etcd_url: str) -> None:
+def test_a_killed_server_is_replaced_without_loss(etcd_url: str) -> None:
     with connect(etcd_url) as store:
         store.set("k", "v")
         first = own_server(etcd_url)
@@ -146,13 +150,14 @@ sys.stdin.readline()
 
 @needs_etcd
 @pytest.mark.parametrize("end", ["exit", "kill"])
-def test_what_was_stored_outlives_the_process_that_had_the_server(etcd_url: str, end: str) -> None:
+def test_data_outlives_the_process_that_started_the_server(etcd_url: str, end: str) -> None:
     with script(HOLDER, etcd_url) as holder:
         assert read_line(holder) == "ready"
         store = connect(etcd_url)
         if end == "kill":
             holder.kill()
         else:
+            assert holder.stdin is not None
             holder.stdin.write(b"\n")
             holder.stdin.flush()
         assert holder.wait(AMPLE_S) == (-signal.SIGKILL if end == "kill" else 0)
@@ -162,7 +167,7 @@ def test_what_was_stored_outlives_the_process_that_had_the_server(etcd_url: str,
 
 
 def in_child(use: Callable[[], object]) -> int:
-    """Return how a forked child ends that makes a call."""
+    """Make a call in a forked child; return its exit code."""
     pid = os.fork()
     if not pid:
         try:
@@ -190,22 +195,22 @@ store = rallypoint.connect(sys.argv[1], 60)
 store.add("count", 1)
 rallypoint.Barrier(store, "all", 8).wait(int(sys.argv[2]))
 from rallypoint.store import etcd
-from rallypoint.store.route import Route
-from rallypoint.store.search import Search
-print(len(etcd._own), "grpc" in sys.modules, flush=True)
+from rallypoint.client.routing.route import Route
+from rallypoint.client.routing.search import Search
+print(len(etcd._own), "hpack" in sys.modules, flush=True)
 sys.stdin.readline()
 """
 
 
 @needs_etcd
-def test_of_many_processes_that_begin_together_at_most_three_start_one(etcd_url: str) -> None:
+def test_at_most_three_of_many_processes_start_a_server(etcd_url: str) -> None:
     command = [sys.executable, "-c", MANY, etcd_url]
     pipe = subprocess.PIPE
     started = [subprocess.Popen([*command, str(rank)], stdin=pipe, stdout=pipe) for rank in range(8)]
     try:
-        said = [read_line(one).split() for one in started]
-        assert 1 <= sum(int(count) for count, _ in said) <= 3
-        assert {imported for _, imported in said} == {"False"}
+        printed = [read_line(one).split() for one in started]
+        assert 1 <= sum(int(count) for count, _ in printed) <= 3
+        assert {imported for _, imported in printed} == {"False"}
         with connect(etcd_url) as store:
             assert store.get("count") == b"8"
     finally:
@@ -214,22 +219,20 @@ def test_of_many_processes_that_begin_together_at_most_three_start_one(etcd_url:
             one.communicate()
 
 
-# What is in the way
+# Failures
 
 
 @needs_etcd
-def test_who_waits_for_the_server_of_another_says_so(etcd_url: str) -> None:
+def test_a_timeout_says_that_the_store_has_no_server(etcd_url: str) -> None:
     for _ in range(3):
-        assert claim_seat(address_of(etcd_url), Deadline(AMPLE_S)) is not None
-    with pytest.raises(
-        ConnectFailed, match="etcd knows no server of the store; waiting for one that another"
-    ) as caught:
+        assert claim_start_permit(address_of(etcd_url), Deadline(AMPLE_S)) is not None
+    with pytest.raises(ConnectFailed, match="no server of the store is registered in etcd; waiting for one") as caught:
         connect(etcd_url, 0.3)
     assert caught.value.peer == address_of(etcd_url).name
 
 
 @needs_etcd
-def test_a_listed_server_that_is_not_there_is_not_the_end(etcd_cluster: Cluster, etcd_url: str) -> None:
+def test_connecting_continues_past_a_registered_server_that_is_gone(etcd_cluster: Cluster, etcd_url: str) -> None:
     place, name = etcd_cluster.endpoints[0], address_of(etcd_url).space
     gone = f"tcp://127.0.0.1:{net.free_port('127.0.0.1')}"
     value = base64(json.dumps({"url": gone}))
@@ -240,7 +243,7 @@ def test_a_listed_server_that_is_not_there_is_not_the_end(etcd_cluster: Cluster,
         store.set("k", "v")
 
 
-def test_silence_is_no_quorum() -> None:
+def test_an_unreachable_etcd_raises_no_quorum() -> None:
     gone = net.free_port("127.0.0.1")
     with pytest.raises(NoQuorum, match=f"127.0.0.1:{gone}: refused"):
         connect(f"etcd://127.0.0.1:{gone}/x", 0.2)
@@ -249,7 +252,7 @@ def test_silence_is_no_quorum() -> None:
 
 
 @needs_etcd
-def test_a_server_that_cannot_come_up_is_the_error(etcd_url: str) -> None:
+def test_the_error_of_a_server_that_cannot_start_is_raised(etcd_url: str) -> None:
     with pytest.raises(rallypoint.AddressTaken, match=r"192\.0\.2\.1"):
         connect(f"{etcd_url}?host=192.0.2.1", AMPLE_S)
 
@@ -265,11 +268,12 @@ def relayed(etcd_cluster: Cluster) -> Iterator[tuple[str, Relay]]:
 
 
 def connected(relay: Relay) -> dict[str, Any]:
-    return until(relay.statistics, lambda facts: facts["upstream_connected"])
+    facts: dict[str, Any] = until(relay.statistics, lambda facts: facts["upstream_connected"])
+    return facts
 
 
 @needs_etcd
-def test_a_relay_finds_the_servers_and_sessions_begin_there(
+def test_a_relay_finds_the_servers_and_clients_use_the_relay(
     relayed: tuple[str, Relay], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url, relay = relayed
@@ -287,7 +291,7 @@ def test_a_relay_finds_the_servers_and_sessions_begin_there(
 
 
 @needs_etcd
-def test_a_relay_looks_again_when_all_its_servers_are_gone(etcd_url: str, tmp_path: Path) -> None:
+def test_a_relay_looks_up_new_servers_when_all_known_ones_are_gone(etcd_url: str, tmp_path: Path) -> None:
     with Servers(etcd_url, tmp_path, 1) as servers, Relay(etcd_url) as relay:
         connected(relay)
         with connect(relay.url) as store:
@@ -298,24 +302,72 @@ def test_a_relay_looks_again_when_all_its_servers_are_gone(etcd_url: str, tmp_pa
 
 
 @needs_etcd
-def test_a_relay_of_a_store_that_has_no_server_waits_and_starts_none(etcd_url: str) -> None:
+def test_a_relay_of_a_store_without_servers_waits_and_starts_none(etcd_url: str) -> None:
     with Relay(etcd_url) as relay:
-        until(relay.statistics, lambda facts: "etcd knows no server" in facts["upstream_why"])
+        until(relay.statistics, lambda facts: "no server of the store is registered" in facts["upstream_why"])
         assert servers_of(etcd_url) == ()
         with Server(storage=etcd_url):
             connected(relay)
 
 
-def test_a_relay_does_not_import_grpc() -> None:
-    code = "import sys, rallypoint.relay.process, rallypoint.store.etcd; print('grpc' in sys.modules)"
+def without_relay(url: str, port: int, identity: bytes, *servers: str) -> str:
+    """Return RALLYPOINT_RELAY as a relay sets it that was at this port and is gone, with these servers."""
+    address = address_of(url)
+    members, known = (net.parse_endpoints(",".join(some), 0) for some in (address.endpoints, servers))
+    return RelayAddress(f"tcp://127.0.0.1:{port}", members, identity, address.space, known).variable
+
+
+def identity_of(store: rallypoint.Store) -> bytes:
+    return bytes(store._backend.server_id)  # type: ignore[attr-defined]
+
+
+@needs_etcd
+@pytest.mark.parametrize("asyncio_client", [False, True])
+def test_servers_named_in_the_environment_are_found_without_relay_and_password(
+    guarded: Cluster, monkeypatch: pytest.MonkeyPatch, asyncio_client: bool
+) -> None:
+    public = f"{guarded.url}/hers"
+    secret = f"{public}?user={USER}&password={WORD}"
+
+    async def get() -> bytes:
+        async with await aio.connect(public, AMPLE_S) as store:
+            return bytes(await store.get("k"))
+
+    with nobody() as gone, Server(storage=secret) as first, Server(storage=secret) as second, connect(secret) as theirs:
+        theirs.set("k", "v")
+        ends = [one.url.removeprefix("tcp://") for one in (second, first)]
+        monkeypatch.setenv(VARIABLE, without_relay(public, gone, identity_of(theirs), f"127.0.0.1:{gone}", *ends))
+        if asyncio_client:
+            assert asyncio.run(get()) == b"v"
+            return
+        with connect(public, AMPLE_S) as store:
+            assert store.get("k") == b"v"
+            first.close()  # even if it led, the client finds the other one without a password
+            assert store.add("n", 1) == 1
+
+
+@needs_etcd
+def test_another_store_at_an_address_in_the_environment_is_rejected(
+    etcd_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with nobody() as gone, Server(storage=etcd_url) as server, Server() as other, connect(server.url) as theirs:
+        known = other.url.removeprefix("tcp://")
+        monkeypatch.setenv(VARIABLE, without_relay(etcd_url, gone, identity_of(theirs), known))
+        with connect(etcd_url, AMPLE_S) as store:
+            store.set("k", "v")
+            assert theirs.get("k") == b"v"
+
+
+def test_a_relay_does_not_import_hpack() -> None:
+    code = "import sys, rallypoint.relay.process, rallypoint.store.etcd; print('hpack' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
 
-# Looking, by itself
+# The search without a network
 
 
 def looking(*answers: Any) -> tuple[Route, Search]:
-    """Return a route whose looks have these outcomes, in turn, and a search of a new session along it."""
+    """Return a route whose lookups have these outcomes in turn, and a search of a new session along it."""
     outcomes = iter(answers)
 
     def look(deadline: Deadline) -> tuple[str, ...]:
@@ -331,7 +383,7 @@ def looking(*answers: Any) -> tuple[Route, Search]:
 A, B = net.Endpoint("a", 1), net.Endpoint("b", 2)
 
 
-def test_it_looks_where_it_knows_nobody_and_then_where_nobody_is() -> None:
+def test_a_search_looks_up_servers_when_it_knows_none_and_when_all_fail() -> None:
     route, search = looking(["tcp://a:1"], ["tcp://b:2", "tcp://a:1"])
     for found in ([A], [B, A]):
         for address, _ in search.round():
@@ -343,7 +395,7 @@ def test_it_looks_where_it_knows_nobody_and_then_where_nobody_is() -> None:
     assert route.label == "etcd://e:1/x" and route.peer(A) == "a:1 (a server of etcd://e:1/x)"
 
 
-def test_where_a_server_stands_by_it_does_not_look() -> None:
+def test_a_search_does_not_look_up_servers_while_a_standby_answers() -> None:
     _, search = looking(["tcp://a:1"])
     search.look()
     search._look_at = 0.0
@@ -352,22 +404,35 @@ def test_where_a_server_stands_by_it_does_not_look() -> None:
     assert not search.wants_look
 
 
-def test_a_stranger_at_an_address_found_before_ends_no_session_and_one_just_found_does() -> None:
+def test_another_server_ends_a_session_only_at_an_address_just_looked_up() -> None:
     route, search = looking(["tcp://a:1"], ["tcp://a:1"])
-    stranger = rallypoint.ServerRestarted(peer="a:1", why="its identity is another")
+    stranger = rallypoint.ServerRestarted(peer="a:1", why="its identity has changed")
     search.look()
     assert search.ends(A, stranger)
-    route.arrived(A, Client("test"))
+    route.arrived(A, ClientProtocol("test"))
     assert not search.ends(A, stranger)
     search.look()
     assert search.ends(A, stranger)
 
 
-def test_a_refusal_ends_the_search_for_a_new_session_and_no_other() -> None:
+def test_a_refusal_by_etcd_ends_only_the_search_of_a_new_session() -> None:
     refused = rallypoint.EtcdRefused(store="etcd://e:1/x", key="k", why="permission denied")
     route, search = looking(refused, refused)
     with pytest.raises(rallypoint.EtcdRefused):
         search.look()
     resuming = Search(route, Deadline(AMPLE_S), resumes=True)
     resuming.look()
-    assert "permission denied" in resuming.why
+    assert "permission denied" in resuming.explain_failure
+
+
+def test_a_client_refused_by_etcd_waits_for_its_relay() -> None:
+    refused = rallypoint.EtcdRefused(store="etcd://e:1/x", key="no user", why="user name is empty")
+    route, _ = looking(refused)
+    route.relay, route.relayed = RelayAddress("tcp://127.0.0.1:1", net.Endpoints(), store="x"), True
+    search = Search(route, Deadline(AMPLE_S))
+    assert [address for address, _ in search.round()] == [route.relay]
+    search.failed(route.relay, "refused")
+    assert search.wants_look
+    search.look()
+    assert "user name is empty" in search.explain_failure and search.pause_s() >= 0.0
+    assert [address for address, _ in search.round()] == [route.relay]

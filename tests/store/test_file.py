@@ -1,8 +1,8 @@
-"""FileStore among real processes and threads: killed writers, dead runs, forks, leases, and who waits for whom.
+"""FileStore with real processes and threads: killed writers, dead runs, forks, leases, and waits.
 
-A `Child` is a Python process with a store on the same path; it runs a few lines, says things on its standard output and
-is told things on its standard input. What a store answers is in tests/conformance; dying at each system call is in
-test_filelog and test_follower.
+A `Child` is a Python process with a store on the same path; it runs a few lines, and exchanges lines with the test over
+its standard input and output. tests/conformance covers the operations; test_log_file and test_follower cover death in
+each system call.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from pathlib import Path
 from types import FrameType
 
 import pytest
+from tests.conformance.calls import blocking_calls
 
 from rallypoint import CorruptFile, FileStore, PrefixStore, StoreClosed, StoreTimeout
-from rallypoint.core.log import HEADER_BYTES, MAGIC
-from rallypoint.core.replica import Replica
-from rallypoint.store import filehub
+from rallypoint.filestore import shared_file
+from rallypoint.filestore.follower import COMPACT_BYTES, ReplicaFollower
+from rallypoint.filestore.log_file import LogFile
+from rallypoint.filestore.log_format import HEADER_BYTES, MAGIC
+from rallypoint.filestore.replica import Replica
 from rallypoint.store.file import GRACE_S
-from rallypoint.store.filelog import LogFile
-from rallypoint.store.follower import COMPACT_BYTES, Follower
 
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "0"))
 LONG_S = 60.0
-"""A time in which what must happen has happened, on any machine; nothing waits for it to pass."""
+"""A timeout for events that must happen, long enough for any machine; no test waits for it to pass."""
 
 PRELUDE = f"""
 import os, signal, sys
 from rallypoint import DiskFull, FileStore
-from rallypoint.store import file, filehub, filelog, follower
+from rallypoint.store import file
+from rallypoint.filestore import shared_file, log_file, follower
 
 def say(*what, sep=' '): os.write(1, (sep.join(map(str, what)) + chr(10)).encode())
 def hear(): return sys.stdin.readline().strip()
@@ -71,14 +73,14 @@ class Child:
         self.process.wait()
 
     def kill_and_count(self) -> int:
-        """Kill it, and return the last number that it said."""
+        """Kill it, and return the last number that it printed."""
         self.kill()
         assert self.process.stdout is not None
-        said = [self.last, *self.process.stdout.read().split()]
-        return int(said[-1]) if said[-1].isdigit() else 0
+        words = [self.last, *self.process.stdout.read().split()]
+        return int(words[-1]) if words[-1].isdigit() else 0
 
     def ends(self) -> int:
-        """Let it run to its end."""
+        """Let it run to its end; return the exit code."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         return self.process.wait(LONG_S)
@@ -124,21 +126,21 @@ def threads() -> Iterator[ThreadPoolExecutor]:
 # The file
 
 
-def test_an_empty_file_is_a_new_store_and_a_path_may_be_of_any_kind() -> None:
+def test_an_empty_file_is_a_new_store() -> None:
     with tempfile.NamedTemporaryFile(delete=False) as file, FileStore(file.name, 2) as store:
         assert store.path == file.name and store.world_size == 2
         store.set("key", "value")
         assert FileStore(Path(file.name)).get("key") == b"value"
-    assert not os.path.exists(file.name), "a handle that is dropped does not count"
+    assert not os.path.exists(file.name), "a dropped handle does not count"
 
 
 def test_the_file_outlives_all_but_the_last_handle(path: str, start: Start) -> None:
     first = FileStore(path)
-    twin, second = first.clone(), FileStore(path)
+    other_handle, second = first.clone(), FileStore(path)
     child = start("store = opened(); say(store.get('key')); hear(); store.close(); say('closed')")
     first.set("key", "value")
     first.close()
-    twin.close()
+    other_handle.close()
     assert second.get("key") == b"value" and child.hear() == "b'value'"
     second.close()
     second.close()
@@ -148,19 +150,19 @@ def test_the_file_outlives_all_but_the_last_handle(path: str, start: Start) -> N
     assert not os.path.exists(path)
 
 
-# Handles that are dropped
+# Dropped handles
 
 
-def test_the_file_goes_with_the_last_dropped_handle_that_has_a_world_size(path: str, start: Start) -> None:
+def test_dropping_the_last_handle_with_a_world_size_removes_the_file(path: str, start: Start) -> None:
     first = FileStore(path, 2)
-    twin, view = first.clone(), PrefixStore("view", FileStore(path, 2))
+    other_handle, view = first.clone(), PrefixStore("view", FileStore(path, 2))
     child = start("store = FileStore(sys.argv[1], 2); say(store.get('key')); hear(); del store; say('dropped'); hear()")
     first.set("key", "value")
     assert child.hear() == "b'value'"
-    del first, twin
+    del first, other_handle
     assert view.underlying_store.get("key") == b"value"
     del view
-    assert os.path.exists(path), "the child lives"
+    assert os.path.exists(path), "the child still uses it"
     child.say()
     assert child.hear() == "dropped"
     assert not os.path.exists(path)
@@ -172,7 +174,7 @@ def test_without_a_world_size_a_dropped_handle_leaves_the_file(path: str) -> Non
     assert os.path.exists(path)
     with FileStore(path, 1):
         pass
-    assert not os.path.exists(path), "whoever closes removes it"
+    assert not os.path.exists(path), "closing the last handle removes it"
 
 
 HOLDERS = {
@@ -185,14 +187,14 @@ HOLDERS = {
 
 
 @pytest.mark.parametrize("code", HOLDERS.values(), ids=HOLDERS)
-def test_the_file_goes_with_the_end_of_the_last_process(path: str, start: Start, code: str) -> None:
+def test_the_end_of_the_last_process_removes_the_file(path: str, start: Start, code: str) -> None:
     child = start(f"{code}\nsay(os.path.exists(sys.argv[1])); hear()")
     assert child.hear() == "True"
     assert child.ends() == 0
     assert not os.path.exists(path)
 
 
-def test_a_dropped_handle_removes_nothing_under_who_lives(path: str, start: Start) -> None:
+def test_a_dropped_handle_does_not_remove_a_file_in_use(path: str, start: Start) -> None:
     killed, lives = (start("store = FileStore(sys.argv[1], 3); store.add('here', 1); say('up'); hear()") for _ in "ab")
     assert killed.hear() == lives.hear() == "up"
     killed.kill()
@@ -200,16 +202,16 @@ def test_a_dropped_handle_removes_nothing_under_who_lives(path: str, start: Star
     assert store.get("here") == b"2"
     del store
     assert os.path.exists(path)
-    assert FileStore(path).get("here") == b"2", "it is still the same store"
+    assert FileStore(path).get("here") == b"2", "it is the same store"
     lives.kill()
-    assert os.path.exists(path), "a process that is killed removes nothing"
+    assert os.path.exists(path), "a killed process removes nothing"
     store = FileStore(path, 1)
-    assert store.num_keys() == 0, "the next one begins afresh"
+    assert store.num_keys() == 0, "the next run starts with an empty store"
     del store
     assert not os.path.exists(path)
 
 
-def test_a_forked_child_removes_nothing_of_its_parents(path: str, start: Start) -> None:
+def test_a_forked_child_does_not_remove_its_parent_s_file(path: str, start: Start) -> None:
     child = start("""
         store = FileStore(sys.argv[1], 1)
         store.set("key", "value")
@@ -231,7 +233,7 @@ def test_a_forked_child_removes_nothing_of_its_parents(path: str, start: Start) 
     assert not os.path.exists(path)
 
 
-def test_opening_and_dropping_at_once_never_loses_a_store(path: str, start: Start) -> None:
+def test_concurrent_opening_and_dropping_never_loses_a_store(path: str, start: Start) -> None:
     code = """
         import threading
         def work(name):
@@ -251,7 +253,7 @@ def test_opening_and_dropping_at_once_never_loses_a_store(path: str, start: Star
     assert not os.path.exists(path)
 
 
-def test_a_store_is_found_again_after_a_change_of_directory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_relative_path_survives_a_change_of_directory(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(os.path.dirname(path))
     with FileStore("store") as store:
         monkeypatch.chdir("/")
@@ -266,14 +268,14 @@ def test_two_names_of_one_file_are_one_store(path: str, store: FileStore) -> Non
     for name in (".link", ".hard"):
         with FileStore(path + name) as other:
             other.set(name, "value")
-            assert other._backend._hub is store._backend._hub  # type: ignore[attr-defined]
+            assert other._backend._shared is store._backend._shared  # type: ignore[attr-defined]
     assert store.multi_get([".link", ".hard"]) == [b"value", b"value"]
 
 
 @pytest.mark.parametrize(
     "content", [b"x", b"\0" * 5000, b"someone's thesis\n" * 999, MAGIC[:-1] + b"\x09 of the future"]
 )
-def test_a_file_that_is_not_ours_is_refused_and_left_alone(path: str, content: bytes) -> None:
+def test_a_foreign_file_is_refused_and_not_changed(path: str, content: bytes) -> None:
     Path(path).write_bytes(content)
     with pytest.raises(CorruptFile) as caught:
         FileStore(path)
@@ -281,7 +283,7 @@ def test_a_file_that_is_not_ours_is_refused_and_left_alone(path: str, content: b
     assert Path(path).read_bytes() == content
 
 
-def test_a_path_that_cannot_be_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_an_invalid_path_is_an_error_that_names_it(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for path, error in [
         (tmp_path / "missing" / "store", FileNotFoundError),
@@ -317,8 +319,8 @@ def test_a_full_disk_is_an_error_that_names_the_file_and_does_no_harm(
     assert not store.check(["large"])
 
 
-def test_a_disk_that_is_full_when_a_store_is_opened_leaves_an_empty_file(path: str, start: Start) -> None:
-    """Which is a new store for whoever comes when there is room; a part of a header would be none."""
+def test_opening_on_a_full_disk_leaves_an_empty_file(path: str, start: Start) -> None:
+    """An empty file is a new store for the next process when there is room; a part of a header would not be."""
     child = start("""
         import resource
         hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -335,7 +337,7 @@ def test_a_disk_that_is_full_when_a_store_is_opened_leaves_an_empty_file(path: s
     assert [child.hear(), child.hear()] == ["True 0", "b'value'"]
 
 
-def test_a_file_that_is_removed_or_damaged_in_use_is_noticed_also_by_who_waits(
+def test_removing_a_file_in_use_is_an_error_for_writers_and_waiters(
     path: str, store: FileStore, threads: ThreadPoolExecutor
 ) -> None:
     store.set("key", "value")
@@ -348,7 +350,7 @@ def test_a_file_that_is_removed_or_damaged_in_use_is_noticed_also_by_who_waits(
 
 
 @pytest.mark.parametrize("whole", [False, True])
-def test_a_log_cut_at_any_byte_of_its_last_record_goes_on_without_it(tmp_path: Path, whole: bool) -> None:
+def test_a_torn_last_record_is_ignored_and_overwritten(tmp_path: Path, whole: bool) -> None:
     with FileStore(tmp_path / "original") as original:
         original.multi_set(["one", "two"], ["1", "2"])
         before = os.path.getsize(original.path)
@@ -358,7 +360,7 @@ def test_a_log_cut_at_any_byte_of_its_last_record_goes_on_without_it(tmp_path: P
         path = str(tmp_path / str(size))
         Path(path).write_bytes(data[:size])
         someone = LogFile(path)
-        someone.claim(1)  # so that it is not a dead run's
+        someone.claim(1)  # otherwise it is the file of a dead run
         with FileStore(path) as store:
             assert store.list_keys() == (["last", "one", "two"] if whole else ["one", "two"])
             assert os.path.getsize(path) == size
@@ -368,7 +370,7 @@ def test_a_log_cut_at_any_byte_of_its_last_record_goes_on_without_it(tmp_path: P
             someone.close()
 
 
-def test_damage_in_the_middle_is_an_error_for_all(path: str, store: FileStore, start: Start) -> None:
+def test_damage_in_the_middle_is_an_error_for_new_processes(path: str, store: FileStore, start: Start) -> None:
     store.set("key", "value" * 10)
     store.set("other", "value")
     with open(path, "r+b") as file:
@@ -386,11 +388,11 @@ def test_damage_in_the_middle_is_an_error_for_all(path: str, store: FileStore, s
 # Dead runs
 
 
-def test_what_a_dead_run_left_is_not_obeyed(path: str, start: Start) -> None:
+def test_data_of_a_dead_run_is_discarded(path: str, start: Start) -> None:
     child = start("store = opened(); store.set('stale', '1'); store.add('count', 5); say('set'); hear()")
     assert child.hear() == "set"
     with FileStore(path) as store:
-        assert store.add("count", 1) == 6, "it lives, and so does its store"
+        assert store.add("count", 1) == 6, "the store exists while the process lives"
     child.kill()
     assert os.path.exists(path)
     with FileStore(path) as store:
@@ -398,7 +400,7 @@ def test_what_a_dead_run_left_is_not_obeyed(path: str, start: Start) -> None:
     assert not os.path.exists(path)
 
 
-def test_of_many_newcomers_to_a_dead_run_one_starts_it_afresh(path: str, start: Start) -> None:
+def test_one_of_many_new_processes_discards_the_data_of_a_dead_run(path: str, start: Start) -> None:
     child = start("store = opened(); store.set('stale', '1'); say('set'); hear()")
     assert child.hear() == "set"
     child.kill()
@@ -411,7 +413,7 @@ def test_of_many_newcomers_to_a_dead_run_one_starts_it_afresh(path: str, start: 
     assert not os.path.exists(path)
 
 
-def test_opening_and_closing_at_once_never_loses_a_store(path: str, start: Start) -> None:
+def test_concurrent_opening_and_closing_never_loses_a_store(path: str, start: Start) -> None:
     code = """
         for number in range(60):
             with opened() as store:
@@ -426,7 +428,7 @@ def test_opening_and_closing_at_once_never_loses_a_store(path: str, start: Start
 
 
 @pytest.mark.parametrize("alone", [True, False])
-def test_a_handle_that_is_dropped_unclosed_is_no_member_any_more(path: str, start: Start, alone: bool) -> None:
+def test_dropping_a_handle_ends_its_leases(path: str, start: Start, alone: bool) -> None:
     child = start("store = opened(); watch = store.watch('lease'); say('ready')\nwhile True: say(watch.next().value)")
     assert child.hear() == "ready"
     dropped = FileStore(path, timeout=LONG_S)
@@ -447,7 +449,7 @@ def test_a_handle_that_is_dropped_unclosed_is_no_member_any_more(path: str, star
 # Writers
 
 
-def test_every_addition_of_many_processes_and_threads_counts_once(store: FileStore, start: Start) -> None:
+def test_concurrent_additions_count_once(store: FileStore, start: Start) -> None:
     code = """
         from concurrent.futures import Future, ThreadPoolExecutor
         one = opened()
@@ -464,7 +466,7 @@ def test_every_addition_of_many_processes_and_threads_counts_once(store: FileSto
     assert store.get("count") == b"1200"
 
 
-def test_a_value_of_eight_megabytes_goes_from_process_to_process(store: FileStore, start: Start) -> None:
+def test_values_of_eight_megabytes_are_exchanged_between_processes(store: FileStore, start: Start) -> None:
     child = start("""
         store = opened()
         value = store.get("large")
@@ -478,10 +480,8 @@ def test_a_value_of_eight_megabytes_goes_from_process_to_process(store: FileStor
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + 6))
-def test_a_writer_killed_at_any_moment_loses_nothing_that_it_was_told_is_done(
-    path: str, store: FileStore, start: Start, seed: int
-) -> None:
-    """Some writers are killed, a reader reads all the time, and every acknowledged write is there in full."""
+def test_a_killed_writer_loses_no_acknowledged_write(path: str, store: FileStore, start: Start, seed: int) -> None:
+    """Writers are killed while a reader reads continuously: every acknowledged write is there completely."""
     chance = random.Random(seed)
     writer = """
         store, name = opened(), sys.argv[2]
@@ -516,10 +516,8 @@ def test_a_writer_killed_at_any_moment_loses_nothing_that_it_was_told_is_done(
 
 
 @pytest.mark.parametrize("seed", range(FIRST_SEED, FIRST_SEED + 4))
-def test_a_process_killed_while_it_compacts_all_the_time_loses_nothing(
-    store: FileStore, start: Start, seed: int
-) -> None:
-    """What each counted and was told is there, and at most one more; what others hold is untouched."""
+def test_a_process_killed_while_compacting_loses_nothing(store: FileStore, start: Start, seed: int) -> None:
+    """All acknowledged additions of each process are there, and at most one more; others' leases are untouched."""
     chance = random.Random(seed)
     code = """
         follower.COMPACT_BYTES, follower.COMPACT_RATIO = 300, 0
@@ -532,23 +530,23 @@ def test_a_process_killed_while_it_compacts_all_the_time_loses_nothing(
     for item in "abcdef":
         store.queue_push("q", item)
     bystander = start(code, "bystander")
-    bystander.hear()  # it may be slow to start, and must not be killed before it has counted
+    bystander.hear()  # wait until it has started: it must not be killed before it has counted
     for number in range(3):
         victim = start(code, f"victim {number}")
         for _ in range(chance.randint(1, 30)):
             victim.hear()
-        told = victim.kill_and_count()
-        assert told <= int(store.get(f"victim {number}")) <= told + 1
-    told = bystander.kill_and_count()
-    assert told <= int(store.get("bystander")) <= told + 1
+        acknowledged = victim.kill_and_count()
+        assert acknowledged <= int(store.get(f"victim {number}")) <= acknowledged + 1
+    acknowledged = bystander.kill_and_count()
+    assert acknowledged <= int(store.get("bystander")) <= acknowledged + 1
     assert store.get("lease") == b"value" and store.statistics().leased_keys == 1
-    assert 6 - 4 <= store.queue_len("q") <= 6, "each of the four may have had one in its hands"
+    assert 6 - 4 <= store.queue_len("q") <= 6, "each of the four may have held one item"
 
 
 @pytest.mark.parametrize("locks", ["of openings", "of processes"])
 def test_every_item_of_a_queue_is_popped_once(store: FileStore, start: Start, locks: str) -> None:
     code = """
-        filelog._HAS_OFD = sys.argv[2] == "of openings"
+        log_file._HAS_OFD = sys.argv[2] == "of openings"
         store = opened()
         say("ready")
         while (item := store.queue_pop("q")) != b"end":
@@ -564,11 +562,11 @@ def test_every_item_of_a_queue_is_popped_once(store: FileStore, start: Start, lo
     for _ in takers:
         store.queue_push("q", "end")
     assert [taker.ends() for taker in takers] == [0] * 3
-    said = [int(line) for taker in takers for line in taker.process.stdout or ()]
-    assert Counter(said) == popped
+    printed = [int(line) for taker in takers for line in taker.process.stdout or ()]
+    assert Counter(printed) == popped
 
 
-def test_a_log_that_is_mostly_garbage_is_compacted_while_all_use_it(path: str, store: FileStore, start: Start) -> None:
+def test_a_log_is_compacted_while_processes_use_it(path: str, store: FileStore, start: Start) -> None:
     code = """
         store, name = opened(), sys.argv[2]
         for number in range(1, 501):
@@ -586,7 +584,7 @@ def test_a_log_that_is_mostly_garbage_is_compacted_while_all_use_it(path: str, s
             change = watch.next(LONG_S)
             assert change.value is not None
             number = int(change.value.partition(b".")[0])
-            assert number > last[change.key], "nothing twice, and nothing out of order"
+            assert number > last[change.key], "a change was repeated or out of order"
             last[change.key] = number
         assert [writer.hear() for writer in writers] == ["done"] * 2
         with pytest.raises(StoreTimeout):
@@ -595,7 +593,7 @@ def test_a_log_that_is_mostly_garbage_is_compacted_while_all_use_it(path: str, s
     assert store.get("count") == b"1000" and store.get("quiet") == b"unchanged" and store.queue_len("q") == 0
 
 
-def test_arrivals_and_leases_outlast_a_compaction(
+def test_arrivals_and_leases_survive_a_compaction(
     path: str, store: FileStore, start: Start, threads: ThreadPoolExecutor
 ) -> None:
     child = start("""
@@ -622,7 +620,7 @@ def test_arrivals_and_leases_outlast_a_compaction(
 
 
 def wait_until(store: FileStore, true: Callable[[], bool]) -> None:
-    """Return when something has become true by a write to this store."""
+    """Wait until the condition holds, rechecking after every write to this store."""
     with store.watch("") as watch:
         while not true():
             with contextlib.suppress(StoreTimeout):
@@ -656,8 +654,8 @@ def test_a_waiting_process_is_woken_by_another(store: FileStore, start: Start, w
 def test_threads_of_one_process_wake_each_other_without_polling(
     path: str, store: FileStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(filehub, "FIRST_POLL_S", 3600.0)
-    monkeypatch.setattr(filehub, "LAST_POLL_S", 3600.0)
+    monkeypatch.setattr(shared_file, "FIRST_POLL_S", 3600.0)
+    monkeypatch.setattr(shared_file, "LAST_POLL_S", 3600.0)
     with FileStore(path, timeout=LONG_S) as other, store.watch("key") as watch:
         waits: list[Future[bytes] | Future[None]] = [
             threads.submit(store.get, "key"),
@@ -673,56 +671,56 @@ def test_threads_of_one_process_wake_each_other_without_polling(
         assert change.result(LONG_S).value == b"value"
 
 
-def test_waiting_costs_a_few_polls_however_many_threads_wait(
+def test_many_waiting_threads_poll_as_little_as_one(
     store: FileStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     looks: Counter[str] = Counter()
-    look = Follower.look
+    look = ReplicaFollower.look
 
-    def counted(self: Follower) -> bool:
+    def counted(self: ReplicaFollower) -> bool:
         looks["all"] += 1
         return look(self)
 
-    monkeypatch.setattr(Follower, "look", counted)
+    monkeypatch.setattr(ReplicaFollower, "look", counted)
     with pytest.raises(StoreTimeout):
         store.get("missing", timeout=1)
-    assert 3 <= looks["all"] <= 1 + 6 + 20 + 2, "once, after 1 2 4 8 16 32 ms, every 50 ms, and at the end"
+    assert 3 <= looks["all"] <= 1 + 6 + 20 + 2, "at once, after 1 2 4 8 16 32 ms, every 50 ms, and at the end"
     looks.clear()
     waits = [threads.submit(store.wait, ["missing"], 1) for _ in range(16)]
     assert all(isinstance(wait.exception(LONG_S), StoreTimeout) for wait in waits)
-    assert looks["all"] <= 29 + 16 * 8, "one polls for all, and each looks when it comes, takes over, and goes"
+    assert looks["all"] <= 29 + 16 * 8, "one thread polls for all; each looks when it starts, takes over, and ends"
 
 
-def test_when_the_thread_that_polls_is_done_another_polls_on(
+def test_another_thread_polls_when_the_polling_one_is_done(
     store: FileStore, start: Start, threads: ThreadPoolExecutor
 ) -> None:
     child = start("store = opened()\nwhile key := hear(): store.set(key, key)")
-    hub = store._backend._hub  # type: ignore[attr-defined]
+    shared = store._backend._shared  # type: ignore[attr-defined]
     waits: list[Future[bytes]] = []
     for number in range(3):
         waits.append(threads.submit(store.get, str(number)))
-        wait_for(hub, lambda number=number: hub.replica.statistics().waiters > number)  # type: ignore[misc]
+        wait_for(shared, lambda: shared.replica.statistics().waiters == len(waits))
     for number in (2, 0, 1):
         child.say(str(number))
         assert waits[number].result(LONG_S / 2) == b"%d" % number
 
 
-def wait_for(hub: filehub.Hub, true: Callable[[], bool]) -> None:
-    """Return when something has become true in this process."""
-    with hub.lock:
+def wait_for(shared: shared_file.SharedFile, true: Callable[[], bool]) -> None:
+    """Wait until the condition holds, rechecking after every change in this process."""
+    with shared.lock:
         while not true():
-            hub.changed.wait(0.01)
+            shared.changed.wait(0.01)
 
 
-def test_threads_get_the_items_of_a_queue_in_the_order_in_which_they_asked(
+def test_threads_pop_items_in_the_order_of_their_calls(
     path: str, store: FileStore, threads: ThreadPoolExecutor
 ) -> None:
-    hub = store._backend._hub  # type: ignore[attr-defined]
+    shared = store._backend._shared  # type: ignore[attr-defined]
     handles = [store, store.clone(), store, FileStore(path, timeout=LONG_S)]
     waits = []
-    for place, handle in enumerate(handles):
+    for handle in handles:
         waits.append(threads.submit(handle.queue_pop, "q"))
-        wait_for(hub, lambda place=place: len(hub.line) > place)  # type: ignore[misc]
+        wait_for(shared, lambda: len(shared.line) == len(waits))
     for number in range(4):
         store.queue_push("q", str(number))
     assert [wait.result(LONG_S) for wait in waits] == [b"0", b"1", b"2", b"3"]
@@ -730,41 +728,34 @@ def test_threads_get_the_items_of_a_queue_in_the_order_in_which_they_asked(
     handles[3].close()
 
 
-def test_closing_wakes_whoever_waits_on_that_handle_only(store: FileStore, threads: ThreadPoolExecutor) -> None:
-    twin = store.clone()
-    watch = twin.watch("key")
-    calls: list[Callable[[], object]] = [
-        lambda: twin.get("key"),
-        lambda: twin.wait(["key"]),
-        lambda: twin.queue_pop("q"),
-        lambda: twin.barrier("gate", 2),
-        watch.next,
-    ]
-    waits = [threads.submit(call) for call in calls]
+def test_closing_a_handle_ends_only_its_own_waits(store: FileStore, threads: ThreadPoolExecutor) -> None:
+    other_handle = store.clone()
+    watch = other_handle.watch("key")
+    waits = [threads.submit(call) for call in blocking_calls(other_handle, watch)]
     other = threads.submit(store.get, "key")
     wait_until(store, lambda: store.check(["gate"]))
-    twin.close()
+    other_handle.close()
     assert [type(wait.exception(LONG_S)) for wait in waits] == [StoreClosed] * 5
     with pytest.raises(StoreClosed):
-        twin.set("key", "value")
+        other_handle.set("key", "value")
     with pytest.raises(StoreClosed):
-        twin.clone()
+        other_handle.clone()
     assert store.get("gate") == b"0" and not other.done()
     store.set("key", "value")
     assert other.result(LONG_S) == b"value"
 
 
-def test_ctrl_c_ends_a_wait_and_takes_its_arrival_back(store: FileStore, start: Start) -> None:
+def test_ctrl_c_ends_a_wait_and_withdraws_its_arrival(store: FileStore, start: Start) -> None:
     child = start("""
         store, said = opened(), []
-        hub = store._backend._hub
-        sleep = hub.changed.wait
+        shared = store._backend._shared
+        sleep = shared.changed.wait
         def wait(seconds):
             if not said:
                 said.append(True)
                 say("asleep")
             return sleep(seconds)
-        hub.changed.wait = wait
+        shared.changed.wait = wait
         for call in (lambda: store.barrier("gate", 2), lambda: store.get("key"), lambda: store.queue_pop("q")):
             said.clear()
             try:
@@ -797,12 +788,12 @@ def test_ctrl_c_ends_a_wait_and_takes_its_arrival_back(store: FileStore, start: 
         lambda store: store.set("large", "x" * COMPACT_BYTES),
     ],
 )
-def test_an_interrupt_inside_any_call_leaves_the_store_as_others_see_it(
+def test_an_interrupt_in_any_function_leaves_the_store_consistent(
     path: str, store: FileStore, operation: Callable[[FileStore], object]
 ) -> None:
-    """A signal is handled where a function begins; so there the interrupt comes, each time one function later."""
+    """Signals are handled where a function begins, so the interrupt comes there, each time one function later."""
     store.multi_set(["there", "garbage"], ["1", "x"])
-    hub = store._backend._hub  # type: ignore[attr-defined]
+    shared = store._backend._shared  # type: ignore[attr-defined]
     calls, done = 0, False
     while not done:
         calls += 1
@@ -816,15 +807,15 @@ def test_an_interrupt_inside_any_call_leaves_the_store_as_others_see_it(
             pass
         finally:
             sys.settrace(before)
-        assert not hub.lock.locked() and not hub.line and hub._poller is None
+        assert not shared.lock.locked() and not shared.line and shared._poller is None
         seen = as_others_see_it(path)
         assert store.num_keys() == len(seen.values())
-        assert vars_of(hub.replica) == vars_of(seen), f"interrupted in call {calls} of the operation"
+        assert vars_of(shared.replica) == vars_of(seen), f"interrupted in call {calls} of the operation"
     assert calls > 10
 
 
 class Interrupt:
-    """A trace function that raises KeyboardInterrupt where the n-th function of ours begins."""
+    """A trace function that raises KeyboardInterrupt where our n-th function begins."""
 
     def __init__(self, calls: int) -> None:
         self.left = calls
@@ -837,10 +828,10 @@ class Interrupt:
 
 
 def as_others_see_it(path: str) -> Replica:
-    """What a process sees that comes now, if nobody has kept the mutex."""
+    """Return what a new process sees; the mutex must be free."""
     with contextlib.closing(LogFile(path)) as log:
-        assert log.try_mutex(), "somebody has kept the mutex"
-        newcomer = Follower(log, lambda: None)
+        assert log.try_mutex(), "the mutex is still held"
+        newcomer = ReplicaFollower(log, lambda: None)
         newcomer.enter()
         return newcomer.replica
 
@@ -855,11 +846,11 @@ def vars_of(replica: Replica) -> tuple[object, ...]:
     )
 
 
-def test_a_stopped_process_that_holds_the_lock_delays_nobody_past_its_deadline(
+def test_a_process_that_holds_the_lock_delays_no_call_past_its_deadline(
     path: str, store: FileStore, start: Start, threads: ThreadPoolExecutor
 ) -> None:
     store.set("key", "value")
-    child = start("log = filelog.LogFile(sys.argv[1]); say(log.try_mutex()); hear()")
+    child = start("log = log_file.LogFile(sys.argv[1]); say(log.try_mutex()); hear()")
     assert child.hear() == "True"
     assert store.get("key", timeout=0) == b"value" and store.check(["key"]), "reading takes no lock"
     blocked = threads.submit(store.set, "other", "value")
@@ -879,15 +870,15 @@ def test_a_stopped_process_that_holds_the_lock_delays_nobody_past_its_deadline(
 
 
 @pytest.mark.parametrize("locks", ["of openings", "of processes"])
-def test_the_leases_and_arrivals_of_a_killed_process_vanish(store: FileStore, start: Start, locks: str) -> None:
+def test_leases_and_arrivals_of_a_killed_process_end(store: FileStore, start: Start, locks: str) -> None:
     child = start(
         """
         import threading
-        filelog._HAS_OFD = sys.argv[2] == "of openings"
+        log_file._HAS_OFD = sys.argv[2] == "of openings"
         store = opened()
         store.lease("lease/1", "value")
-        twin = store.clone()
-        twin.lease("lease/2", "value")
+        other = store.clone()
+        other.lease("lease/2", "value")
         store.lease("taken over", "value")
         threading.Thread(target=store.barrier, args=("gate", 3), daemon=True).start()
         hear()
@@ -906,20 +897,20 @@ def test_the_leases_and_arrivals_of_a_killed_process_vanish(store: FileStore, st
     assert store.list_keys() == ["gate", "taken over"]
 
 
-def test_a_lease_ends_with_its_handle_also_for_others(store: FileStore, start: Start) -> None:
-    twin = store.clone()
-    lease = twin.lease("lease", "value")
+def test_a_lease_ends_with_its_handle_for_all_processes(store: FileStore, start: Start) -> None:
+    other_handle = store.clone()
+    lease = other_handle.lease("lease", "value")
     kept = store.lease("kept", "value")
     child = start("store = opened(); watch = store.watch(''); say(store.list_keys()); say(watch.next().key)")
     assert child.hear() == "['kept', 'lease']"
-    twin.close()
+    other_handle.close()
     assert child.hear() == "lease"
     with pytest.raises(StoreClosed):
         lease.release()
     assert store.list_keys() == ["kept"] and kept.release() and store.num_keys() == 0
 
 
-def test_a_forked_child_is_a_member_of_its_own(path: str, store: FileStore, start: Start) -> None:
+def test_a_forked_child_has_its_own_leases_and_watches(path: str, store: FileStore, start: Start) -> None:
     parent = start("""
         store = opened()
         store.lease("parent's", "value")
@@ -943,7 +934,7 @@ def test_a_forked_child_is_a_member_of_its_own(path: str, store: FileStore, star
     assert parent.hear() == "from the child, parent's, to the child"
 
 
-def test_a_child_that_only_inherited_a_store_does_not_keep_its_parent_alive(store: FileStore, start: Start) -> None:
+def test_a_child_that_inherited_a_store_does_not_keep_its_parent_s_leases(store: FileStore, start: Start) -> None:
     parent = start("""
         store = opened()
         store.lease("parent's", "value")
@@ -958,17 +949,17 @@ def test_a_child_that_only_inherited_a_store_does_not_keep_its_parent_alive(stor
         say(child)
         signal.pause()
     """)
-    said = {parent.hear(), parent.hear()}
-    (child,) = (int(line) for line in said - {"forked"})
-    assert "forked" in said and store.check(["parent's"])
+    lines = {parent.hear(), parent.hear()}
+    (child,) = (int(line) for line in lines - {"forked"})
+    assert "forked" in lines and store.check(["parent's"])
     with store.watch("parent's") as watch:
         parent.kill()
         assert watch.next(LONG_S).value is None
-    os.kill(child, 0)  # it lives on
+    os.kill(child, 0)  # it still lives
     os.kill(child, signal.SIGKILL)
 
 
-def test_a_fork_of_a_busy_process_hurts_neither(store: FileStore, start: Start) -> None:
+def test_forks_of_a_busy_process_harm_neither_side(store: FileStore, start: Start) -> None:
     parent = start("""
         import threading
         store = opened()
@@ -994,8 +985,8 @@ def test_a_fork_of_a_busy_process_hurts_neither(store: FileStore, start: Start) 
     assert store.get("forks") == b"20"
 
 
-def test_reads_and_writes_of_threads_on_one_handle_stay_in_order(store: FileStore, threads: ThreadPoolExecutor) -> None:
-    twins = [store, store, store.clone(), store.clone()]
+def test_reads_and_writes_of_concurrent_threads_stay_in_order(store: FileStore, threads: ThreadPoolExecutor) -> None:
+    handles = [store, store, store.clone(), store.clone()]
     stop = threading.Event()
 
     def write(handle: FileStore, name: str) -> None:
@@ -1011,8 +1002,8 @@ def test_reads_and_writes_of_threads_on_one_handle_stay_in_order(store: FileStor
                 assert value >= seen[name]
                 seen[name] = value
 
-    readers = [threads.submit(read, handle) for handle in twins]
-    writers = [threads.submit(write, handle, str(number)) for number, handle in enumerate(twins)]
+    readers = [threads.submit(read, handle) for handle in handles]
+    writers = [threads.submit(write, handle, str(number)) for number, handle in enumerate(handles)]
     for writer in writers:
         writer.result(LONG_S)
     stop.set()
@@ -1020,7 +1011,7 @@ def test_reads_and_writes_of_threads_on_one_handle_stay_in_order(store: FileStor
         reader.result(LONG_S)
 
 
-def test_statistics_count_users_things_only(store: FileStore, start: Start) -> None:
+def test_statistics_do_not_count_internal_keys(store: FileStore, start: Start) -> None:
     child = start("store = opened(); store.lease('lease', 'value'); store.set('key', ''); say('done'); hear()")
     assert child.hear() == "done"
     statistics = store.statistics()

@@ -1,4 +1,4 @@
-"""A master whose port is taken: it shares a server of ours where it may, and else says who has the port."""
+"""A master whose port is taken: it shares our server if that is allowed, and otherwise names the holder of the port."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import signal
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 
 import pytest
-from tests.wire import AMPLE_S, read_line, script, until, wait_for_end
-from tests.wire import http as ask_http
+from tests.raw_peer import AMPLE_S, read_line, release, script, until, wait_for_end
+from tests.raw_peer import http as ask_http
+from tests.served import server_fixture
 
 import rallypoint
 from rallypoint import AddressTaken, TCPStore, net
@@ -45,7 +47,7 @@ with TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True, multi_tenant=True, 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Let who answers take its time, on any machine; tests of those who do not may set a shorter one."""
+    """Give holders ample time to answer; tests of silent holders may set a shorter one."""
     monkeypatch.setattr(master, "PROBE_S", AMPLE_S)
     return lambda probe_s: monkeypatch.setattr(master, "PROBE_S", probe_s)
 
@@ -61,35 +63,32 @@ def refused(port: int, multi_tenant: bool = False, timeout: float = AMPLE_S) -> 
     return caught.value
 
 
-# Ours
+# Our servers
 
 
-@pytest.fixture(scope="module")
-def server() -> Iterator[rallypoint.Server]:
-    with rallypoint.Server() as server:
-        yield server
+server = server_fixture("module")
 
 
-def test_a_server_of_ours_is_named_with_its_pid(server: rallypoint.Server) -> None:
+def test_our_server_on_the_port_is_named_with_its_pid(server: rallypoint.Server) -> None:
     error = refused(server.port)
     assert (error.ours, error.pid) == (True, server.pid)
     assert f"by a rallypoint server {rallypoint.__version__} (pid {server.pid}). Share" in str(error)
 
 
-def test_a_server_of_another_process_is_shared(server: rallypoint.Server) -> None:
+def test_our_server_of_another_process_is_shared(server: rallypoint.Server) -> None:
     with opened(server.port, multi_tenant=True) as one, opened(server.port, multi_tenant=True) as two:
         one.set("k", "v")
         assert two.get("k") == b"v" == rallypoint.connect(server.url).get("k")
         assert one.port == server.port
-    assert server.running(), "it is not ours to end"
+    assert server.running(), "a shared server is not stopped"
 
 
-def test_the_master_that_shares_counts_clients_as_any(server: rallypoint.Server) -> None:
+def test_a_master_that_shares_waits_for_workers(server: rallypoint.Server) -> None:
     with pytest.raises(rallypoint.WorkersMissing):
         TCPStore(HOST, server.port, 3, True, timeout=0.1, multi_tenant=True)
 
 
-def test_the_masters_of_one_process_share_as_before() -> None:
+def test_masters_of_one_process_share_a_server() -> None:
     with opened(0, multi_tenant=True) as one:
         with opened(one.port, multi_tenant=True) as two:
             assert one._server is two._server is not None
@@ -100,25 +99,21 @@ def test_the_masters_of_one_process_share_as_before() -> None:
 def test_two_masters_that_start_at_the_same_moment_share_one_server() -> None:
     port = net.free_port(HOST)
     with script(MASTER, port) as one, script(MASTER, port) as two:
-        for child in (one, two):
-            assert read_line(child) == "up"
-        for child in (one, two):
-            assert child.stdin is not None
-            child.stdin.write(b"go\n")
+        release(one, two)
         assert sorted(read_line(child) for child in (one, two)) == [f"hosts {port}", f"shares {port}"]
         assert sorted(read_line(child) for child in (one, two)) == ["1", "2"]
         assert [child.wait(AMPLE_S) for child in (one, two)] == [0, 0]
 
 
-def test_a_server_that_has_just_begun_to_listen_is_waited_for() -> None:
-    # The kernel takes callers before the child is up; so it looks when two masters start at once.
+def test_a_server_that_is_still_starting_is_waited_for() -> None:
+    # The kernel accepts connections before the child runs, as when two masters start at once.
     with ExitStack() as stack:
         (listener,) = net.listen([HOST], 0)
         port = listener.getsockname()[1]
         found: list[TCPStore] = []
         thread = threading.Thread(target=lambda: found.append(opened(port, multi_tenant=True)))
         thread.start()
-        until(lambda: callers(port), lambda count: count >= 2)  # it has greeted, and then asked in HTTP too
+        until(lambda: callers(port), lambda count: count >= 2)  # it has sent a greeting, and then HTTP
         stack.enter_context(rallypoint.Server(fd=listener.detach()))
         thread.join(AMPLE_S)
         with found[0] as store:
@@ -127,14 +122,14 @@ def test_a_server_that_has_just_begun_to_listen_is_waited_for() -> None:
 
 
 def callers(port: int) -> int:
-    """How many connections to a port stand, from the kernel's table: those to a listener that accepts none too."""
+    """Count the connections to a port in the kernel's table, including those that were not accepted."""
     with open("/proc/net/tcp") as table:
         rows = [line.split() for line in table.readlines()[1:]]
     return sum(row[1].endswith(f":{port:04X}") and row[3] == "01" for row in rows)
 
 
-def test_a_server_that_is_going_is_replaced() -> None:
-    # What its end looks like from outside: it hangs up, and then the port is free.
+def test_a_server_that_is_shutting_down_is_replaced() -> None:
+    # Its end as seen from outside: it closes the connection, and then the port is free.
     with listening(listener_gone) as port, opened(port, multi_tenant=True) as store:
         assert store._server is not None and store.port == port
 
@@ -144,12 +139,12 @@ def listener_gone(peer: socket.socket) -> bool:
     return False
 
 
-# Others
+# Other holders of the port
 
 
 @contextmanager
 def listening(answer: Callable[[socket.socket], object]) -> Iterator[int]:
-    """Be a server that does this with each caller, until that returns False."""
+    """Run a server that calls `answer` with each connection until that returns False."""
     (listener,) = net.listen([HOST], 0)
     port = listener.getsockname()[1]
     kept: list[socket.socket] = []
@@ -171,9 +166,9 @@ def listening(answer: Callable[[socket.socket], object]) -> Iterator[int]:
         yield port
     finally:
         try:
-            listener.shutdown(socket.SHUT_RDWR)  # wakes it
+            listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
         except OSError:
-            pass  # it had closed it
+            pass  # the thread has closed it
         thread.join(AMPLE_S)
         for peer in kept:
             peer.close()
@@ -189,11 +184,11 @@ def test_a_pytorch_server_is_named_and_not_shared(backend: str, multi_tenant: bo
     with script(TORCHS, backend) as child:
         error = refused(int(read_line(child)), multi_tenant)
         assert error.ours is False and error.pid is None
-        assert "not by one of ours: a PyTorch server answers there" in str(error)
+        assert "in use, by a PyTorch server." in str(error)
 
 
 @both
-def test_a_web_server_is_not_one_of_ours(multi_tenant: bool) -> None:
+def test_a_web_server_is_not_taken_for_ours(multi_tenant: bool) -> None:
     class Web(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_error(404)
@@ -209,26 +204,26 @@ def test_a_web_server_is_not_one_of_ours(multi_tenant: bool) -> None:
         finally:
             web.shutdown()
             thread.join()
-    assert error.ours is False and "not by one of ours: it answered HTTP with b'HTTP'" in str(error)
+    assert error.ours is False and "by another program, which replied b'HTTP' to HTTP" in str(error)
 
 
 @both
-def test_a_stranger_that_answers_is_not_one_of_ours(multi_tenant: bool) -> None:
+def test_another_program_that_answers_is_not_taken_for_ours(multi_tenant: bool) -> None:
     with listening(lambda peer: peer.sendall(b"SSH-2.0-x\r\n")) as port:
         error = refused(port, multi_tenant)
-        assert error.ours is False and "it answered a greeting with b'SSH-'" in str(error)
+        assert error.ours is False and "by another program, which replied b'SSH-' to a greeting" in str(error)
 
 
 @both
-def test_who_never_answers_is_not_guessed_at(multi_tenant: bool, patience: Callable[[float], None]) -> None:
+def test_a_silent_holder_is_reported_as_unknown(multi_tenant: bool, patience: Callable[[float], None]) -> None:
     patience(0.6)
     with listening(lambda peer: None) as port:
         error = refused(port, multi_tenant, timeout=0.5)
         within = "0.5 s" if multi_tenant else "0.6 s"
-        assert error.ours is None and f"did not answer a greeting within {within}: it is not one of ours" in str(error)
+        assert error.ours is None and f"did not reply to a greeting within {within}: another program" in str(error)
 
 
-def test_a_server_of_ours_that_is_stopped_is_not_guessed_at(patience: Callable[[float], None]) -> None:
+def test_a_stopped_server_of_ours_is_reported_as_unknown(patience: Callable[[float], None]) -> None:
     patience(0.5)
     with rallypoint.Server() as server:
         os.kill(server.pid, signal.SIGSTOP)
@@ -236,45 +231,55 @@ def test_a_server_of_ours_that_is_stopped_is_not_guessed_at(patience: Callable[[
             error = refused(server.port)
         finally:
             os.kill(server.pid, signal.SIGCONT)
-        assert error.ours is None and "or is stopped" in str(error)
+        assert error.ours is None and "or a server that is stopped" in str(error)
 
 
-@both
-def test_who_hangs_up_is_not_guessed_at(multi_tenant: bool, patience: Callable[[float], None]) -> None:
-    patience(0.5)
-    with listening(socket.socket.close) as port:
-        error = refused(port, multi_tenant)
-        assert error.ours is None and "hung up on a greeting" in str(error)
-
-
-@both
-def test_a_bound_port_without_a_listener_is_not_guessed_at(
-    multi_tenant: bool, patience: Callable[[float], None]
-) -> None:
-    patience(0.5)
+@contextmanager
+def bound() -> Iterator[int]:
+    """Bind a port, and do not listen there."""
     with socket.socket() as sock:
         sock.bind((HOST, 0))
-        error = refused(sock.getsockname()[1], multi_tenant)
-        assert error.ours is None and "who has it could not be asked" in str(error) and "refused" in str(error)
+        yield sock.getsockname()[1]
 
 
-def test_an_address_of_another_machine_is_nobody_to_ask() -> None:
+@both
+@pytest.mark.parametrize(
+    ("holder", "words"),
+    [
+        (partial(listening, socket.socket.close), ["closed the connection on a greeting"]),
+        (bound, ["owner unknown", "refused"]),
+    ],
+    ids=["closes", "does not listen"],
+)
+def test_a_holder_that_does_not_speak_is_reported_as_unknown(
+    holder: Callable[[], AbstractContextManager[int]],
+    words: list[str],
+    multi_tenant: bool,
+    patience: Callable[[float], None],
+) -> None:
+    patience(0.5)
+    with holder() as port:
+        error = refused(port, multi_tenant)
+        assert error.ours is None and all(word in str(error) for word in words)
+
+
+def test_an_address_of_another_machine_is_not_probed() -> None:
     with pytest.raises(AddressTaken, match="not an address of this machine") as caught:
         TCPStore("203.0.113.7", 29501, is_master=True, multi_tenant=True, timeout=AMPLE_S)
     assert caught.value.ours is None
 
 
-# What is asked
+# Probing
 
 
-def test_about(server: rallypoint.Server) -> None:
+def test_about_names_server_version_and_pid(server: rallypoint.Server) -> None:
     answer = ask_http((HOST, server.port), b"GET /about HTTP/1.0\r\n\r\n")
     facts = {"server": "rallypoint", "version": rallypoint.__version__, "pid": server.pid}
     assert json.loads(answer.partition(b"\r\n\r\n")[2]) == facts
     assert facts.items() <= server.statistics().items()
 
 
-def test_an_answer_in_pieces_is_put_together(patience: Callable[[float], None]) -> None:
+def test_an_answer_in_pieces_is_assembled(patience: Callable[[float], None]) -> None:
     patience(0.2)
 
     def drip(peer: socket.socket) -> None:
@@ -283,8 +288,8 @@ def test_an_answer_in_pieces_is_put_together(patience: Callable[[float], None]) 
             peer.sendall(bytes((byte,)))
 
     with listening(drip) as port:
-        holder = master.ask_who(net.Endpoint(HOST, port), Deadline(AMPLE_S))
-    assert holder.ours and holder.pid is None and "did not tell its pid" in holder.words
+        holder = master.identify_holder(net.Endpoint(HOST, port), Deadline(AMPLE_S))
+    assert holder.ours and holder.pid is None and "did not report its pid" in holder.words
 
 
 def test_a_killed_host_leaves_the_port_to_the_next_master() -> None:

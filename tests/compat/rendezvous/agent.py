@@ -1,4 +1,4 @@
-"""One of torch's elastic agents, which rendezvouses by our dynamic handler; prints what its worker returns, by rank.
+"""One of torch's elastic agents, with our dynamic handler; prints what its worker returns, by rank.
 
 agent.py ENDPOINT
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def add_up() -> list[int]:
-    """Be a worker: return the rank, the size of the world, and the sum of all ranks plus one."""
+    """Run as a worker: return the rank, the world size, and the sum over all ranks of rank + 1."""
     import torch
     import torch.distributed as dist
 
@@ -24,7 +24,7 @@ def add_up() -> list[int]:
 
 
 def create(params: Any) -> Any:
-    """Make the handler, as a package with a backend of its own would."""
+    """Create the handler as a package with its own backend would."""
     from rallypoint.compat.rendezvous import C10dRendezvousBackend, create_backend, create_handler
 
     class Named(C10dRendezvousBackend):
@@ -35,7 +35,7 @@ def create(params: Any) -> Any:
 
 
 def main(endpoint: str) -> None:
-    """Be an agent, of two."""
+    """Run one agent of two."""
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.launcher.api import LaunchConfig, launch_agent
 

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.kinds import open_store
+from tests.store_kinds import open_store
 
 __all__ = ["open_store"]

@@ -1,4 +1,4 @@
-"""What launchers and handlers say to each other: parameters, rounds, errors, and handlers by name. No torch here."""
+"""The interface of launchers and handlers: parameters, rounds, errors, and the registry. Runs without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,14 +59,14 @@ class Handler(RendezvousHandler):
         return True
 
 
-def parameters(backend: str = "mine", **options: object) -> RendezvousParameters:
+def parameters(backend: str = "mine", **options: Any) -> RendezvousParameters:
     return RendezvousParameters(backend, "host:1", "run", 1, 2, **options)
 
 
 # Parameters
 
 
-def test_parameters_keep_what_they_were_given():
+def test_parameters_keep_the_given_values() -> None:
     given = RendezvousParameters("mine", "host:1", "run", 1, 2, "here", colour="red")
     assert (given.backend, given.endpoint, given.run_id) == ("mine", "host:1", "run")
     assert (given.min_nodes, given.max_nodes, given.local_addr) == (1, 2, "here")
@@ -74,7 +75,7 @@ def test_parameters_keep_what_they_were_given():
 
 
 @pytest.mark.parametrize("name", ["colour", "size"])
-def test_a_bad_option_is_named(name):
+def test_an_invalid_option_is_named(name: str) -> None:
     given = parameters(**{name: "soft"})
     for read in (given.get_as_bool, given.get_as_int):
         with pytest.raises(ValueError, match=f"{name!r} .*'soft'"):
@@ -89,7 +90,7 @@ def test_a_bad_option_is_named(name):
         (("b", "h", "run", 3, 2), r"max_nodes \(2\), .* min_nodes \(3\)"),
     ],
 )
-def test_parameters_that_cannot_be_are_refused(arguments, says):
+def test_invalid_parameters_are_refused(arguments: tuple[Any, ...], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         RendezvousParameters(*arguments)
 
@@ -97,7 +98,7 @@ def test_parameters_that_cannot_be_are_refused(arguments, says):
 # Rounds
 
 
-def test_rank_0_publishes_and_the_others_wait_for_it():
+def test_rank_0_publishes_and_the_others_wait_for_it() -> None:
     store = HashStore()
     found: list[RendezvousStoreInfo] = []
     other = threading.Thread(target=lambda: found.append(RendezvousStoreInfo.build(1, store, "not-me", 1)))
@@ -107,7 +108,7 @@ def test_rank_0_publishes_and_the_others_wait_for_it():
     assert mine == RendezvousStoreInfo("node-a", 4711) and found == [mine]
 
 
-def test_rank_0_without_a_port_finds_one():
+def test_rank_0_without_a_port_finds_one() -> None:
     assert 0 < RendezvousStoreInfo.build(0, HashStore(), "node-a").master_port < 65536
 
 
@@ -115,35 +116,40 @@ def test_rank_0_without_a_port_finds_one():
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_are_ours_have_words_and_pickle(name):
+def test_errors_have_messages_and_fields_and_pickle(name: str) -> None:
     kind = getattr(rendezvous, name)
     assert issubclass(kind, RendezvousError) and issubclass(kind, rallypoint.RallypointError)
-    assert str(kind()) == kind.__doc__, "an error that is raised without words has some"
+    assert str(kind()) == kind.__doc__, "an error raised without a message has a default one"
     error = kind("two", "words", node="a")
     assert str(error) == "two words" and error.node == "a"
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind and str(again) == "two words" and again.node == "a"
 
 
-def test_errors_are_caught_as_what_they_are():
+def test_errors_derive_from_the_builtin_kinds() -> None:
     assert issubclass(RendezvousTimeoutError, TimeoutError)
     assert issubclass(RendezvousConnectionError, ConnectionError)
     assert issubclass(RendezvousConnectionError, rallypoint.NetworkError)
 
 
-# Handlers by name
+# The registry
 
 
-def test_a_registered_handler_is_made():
+def test_the_registry_creates_a_registered_handler() -> None:
     registry = RendezvousHandlerRegistry()
     seen: list[RendezvousParameters] = []
-    registry.register("mine", lambda params: seen.append(params) or Handler("mine"))
+
+    def creator(params: RendezvousParameters) -> RendezvousHandler:
+        seen.append(params)
+        return Handler("mine")
+
+    registry.register("mine", creator)
     given = parameters()
     assert registry.create_handler(given).get_backend() == "mine"
     assert seen == [given]
 
 
-def test_a_name_belongs_to_one_creator():
+def test_a_name_belongs_to_one_creator() -> None:
     registry = RendezvousHandlerRegistry()
 
     def creator(params: RendezvousParameters) -> RendezvousHandler:
@@ -158,21 +164,21 @@ def test_a_name_belongs_to_one_creator():
         registry.register("", creator)
 
 
-def test_an_unknown_name_is_refused_and_the_known_ones_are_said():
+def test_an_unknown_name_is_refused_with_the_registered_names() -> None:
     registry = RendezvousHandlerRegistry()
     registry.register("other", lambda params: Handler("other"))
-    with pytest.raises(ValueError, match=r"'mine' is not registered; registered are: other\."):
+    with pytest.raises(ValueError, match=r"'mine' is not registered \(registered: other\)\."):
         registry.create_handler(parameters())
 
 
-def test_a_handler_of_another_name_is_refused():
+def test_a_handler_of_another_name_is_refused() -> None:
     registry = RendezvousHandlerRegistry()
     registry.register("mine", lambda params: Handler("yours"))
-    with pytest.raises(RuntimeError, match=r"'yours' .* does not match the requested 'mine'"):
+    with pytest.raises(RuntimeError, match=r"'yours'.* does not match the requested 'mine'"):
         registry.create_handler(parameters())
 
 
-def test_the_static_handler_is_there_from_the_start():
+def test_the_static_handler_is_preregistered() -> None:
     given = RendezvousParameters("static", "host:1", "run", 1, 2, rank=1)
     for make in (rendezvous_handler_registry.create_handler, get_rendezvous_handler):
         assert make(given).get_backend() == "static"
@@ -199,7 +205,7 @@ except ModuleNotFoundError as error:
 """
 
 
-def test_installed_packages_offer_handlers_that_are_loaded_when_asked_for(tmp_path: Path):
+def test_handlers_of_installed_packages_are_loaded_on_demand(tmp_path: Path) -> None:
     (tmp_path / "plugin.py").write_text(PLUGIN)
     facts = tmp_path / "plugin-1.dist-info"
     facts.mkdir()
@@ -214,13 +220,13 @@ def test_installed_packages_offer_handlers_that_are_loaded_when_asked_for(tmp_pa
 # The package
 
 
-def test_no_torch_is_imported():
+def test_no_torch_is_imported() -> None:
     look = "import sys, rallypoint.compat.rendezvous; print('torch' in sys.modules, 'asyncio' in sys.modules)"
     run = subprocess.run([sys.executable, "-c", look], capture_output=True, text=True, timeout=AMPLE_S)
     assert run.stdout == "False False\n", run.stderr
 
 
-def test_settings_cannot_be_changed():
+def test_settings_cannot_be_changed() -> None:
     timeout = rendezvous.RendezvousTimeout()
     settings = RendezvousSettings("run", 1, 2, timeout, timeout.heartbeat, 3)
     with pytest.raises(AttributeError):

@@ -1,6 +1,6 @@
-"""The same as PyTorch's: names, signatures, answers and errors, compared by running both; and one store for both.
+"""Comparison with PyTorch by running both: names, signatures, results and errors; and one store shared by both.
 
-What differs on purpose is listed here, in `DIFFERS`, and in docs/migrate.md.
+`DIFFERS` below and docs/migrate.md list the intended differences.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MODULES = [
 PRIVATE = frozenset(
     ("_delay", "_matches_machine_hostname", "_parse_rendezvous_config", "_PeriodicTimer", "_try_parse_port")
 )
-"""Names that start with an underscore, and are used all the same."""
+"""Private names that other packages use nevertheless."""
 
 HOST = "127.0.0.1"
 AMPLE_S = 60.0
@@ -51,7 +51,7 @@ def theirs(module: str = "") -> ModuleType:
 
 
 def exported(module: ModuleType) -> set[str]:
-    """Return the names that a module says it exports; where it says nothing, the public ones that it defines."""
+    """Return the names in a module's `__all__`; without one, the public names that it defines."""
     if hasattr(module, "__all__"):
         return set(module.__all__)
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
@@ -63,7 +63,7 @@ def exported(module: ModuleType) -> set[str]:
 
 
 def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
-    """Return what a call returned, or which error it raised."""
+    """Return the call's result, or the name of the error it raised."""
     try:
         return "returned", call(*arguments)
     except Exception as error:
@@ -74,12 +74,12 @@ def outcome(call: Callable[..., Any], *arguments: Any) -> tuple[str, Any]:
 
 
 def shape(function: Any) -> list[tuple[str, Any, Any]]:
-    """Return the parameters of a function without their types, which there are torch's."""
+    """Return the parameters of a function without their types."""
     return [(each.name, each.kind, each.default) for each in inspect.signature(function).parameters.values()]
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_every_name_is_there(module):
+def test_every_exported_name_of_torch_exists(module: str) -> None:
     names = exported(theirs(module)) | (PRIVATE if module == ".utils" else set())
     assert names, "the module exports something"
     assert names <= set(rendezvous.__all__)
@@ -87,7 +87,7 @@ def test_every_name_is_there(module):
 
 
 def unlike(there: Any, here: Any) -> Iterator[str]:
-    """Yield what a name of ours, or a member of it, has that torch's has not, or the other way round."""
+    """Yield every difference between torch's object and ours of the same name, members included."""
     if isinstance(there, type) and issubclass(there, Exception):
         if not issubclass(here, Exception):
             yield "is no error"
@@ -115,7 +115,7 @@ def unlike(there: Any, here: Any) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("module", MODULES)
-def test_signatures_are_the_same(module):
+def test_signatures_are_the_same(module: str) -> None:
     names = exported(theirs(module)) | (PRIVATE if module == ".utils" else set())
     wrong = [
         f"{name} {what}"
@@ -126,7 +126,7 @@ def test_signatures_are_the_same(module):
 
 
 class A:
-    """One of two classes that are not alike."""
+    """One of two classes that differ."""
 
     def __init__(self, a: int) -> None: ...
     def f(self, a: int = 1) -> None: ...
@@ -137,13 +137,13 @@ class A:
 
 
 class B:
-    """The other: it is made with something else, two members differ, one is missing."""
+    """The other: its constructor and two members differ, and one member is missing."""
 
     def f(self, a: int = 2) -> None: ...
     def p(self) -> None: ...
 
 
-def test_the_comparison_sees_a_difference():
+def test_the_comparison_detects_differences() -> None:
     assert [what.partition(" ")[0] for what in unlike(A, B)] == ["is", ".f", ".g", ".p"]
     assert list(unlike(lambda a, b=1: 0, lambda a, *, b=1: 0)) and list(unlike(1, 2)) and list(unlike(A, A)) == []
 
@@ -152,21 +152,21 @@ def test_the_comparison_sees_a_difference():
 
 
 @pytest.mark.parametrize("name", sorted(name for name in rendezvous.__all__ if name.endswith("Error")))
-def test_errors_of_ours_are_caught_as_torchs(name):
+def test_errors_of_ours_are_caught_as_torchs(name: str) -> None:
     there, here = getattr(theirs(), name), getattr(rendezvous, name)
     with pytest.raises(there) as caught:
         raise here("why", node="a")
     assert isinstance(caught.value, here) and isinstance(caught.value, theirs().RendezvousError)
     assert type(caught.value).__name__ == name and str(caught.value) == "why" and caught.value.node == "a"
     again = pickle.loads(pickle.dumps(caught.value))
-    assert type(again) is here and str(again) == "why", "it can be read where there is no torch"
+    assert type(again) is here and str(again) == "why", "unpickling needs no torch"
     with pytest.raises(there):
         raise here
     others = {theirs().RendezvousClosedError, theirs().RendezvousStateError} - {there}
     assert not any(isinstance(caught.value, other) for other in others)
 
 
-def test_an_error_class_of_a_users_own_is_caught_as_torchs():
+def test_an_error_class_of_a_users_own_is_caught_as_torchs() -> None:
     class Late(rendezvous.RendezvousTimeoutError):
         def __init__(self, minutes: int) -> None:
             super().__init__(f"{minutes} minutes late")
@@ -178,18 +178,18 @@ def test_an_error_class_of_a_users_own_is_caught_as_torchs():
 
 # The same input to both
 
-DIFFERS = {
+DIFFERS: dict[str | None, tuple[str, Any]] = {
     # An IPv6 address without brackets has no port, however many colons it has
     "::1": ("returned", ("::1", 999)),
     "::1:5": ("returned", ("::1:5", 999)),
     "2001:db8::1": ("returned", ("2001:db8::1", 999)),
     "fe80::1%eth0": ("returned", ("fe80::1%eth0", 999)),
     "[fe80::1%eth0]:5": ("returned", ("fe80::1%eth0", 5)),
-    # and what is not an address is none
+    # Not an address, and not a host either
     "h:1:2": ("raised", "ValueError"),
     "[h:3]:4": ("raised", "ValueError"),
 }
-"""Endpoints that mean something else here, on purpose."""
+"""Endpoints that we parse differently on purpose."""
 
 ENDPOINTS = [None, "", "  ", "h", "h:1", " h:1 ", "h: 1", "h :1", "h:", "h:0", "h:65535", "h:65536", "h:-1", "h:x"]
 ENDPOINTS += ["h:000001", "h:+5", "h:1_0", "h:123456", "h!:4", "a b:4", "a_b:3", "-a:3", "a.b-c:4", "a:b:c", ":1", ":"]
@@ -198,7 +198,7 @@ ENDPOINTS += ["[::1]", "[::1]:5", "[::1", "::1]", "[::1]:", "[::1]:x", "[ ::1 ]:
 
 
 @pytest.mark.parametrize("endpoint", [*ENDPOINTS, *DIFFERS])
-def test_endpoints(endpoint):
+def test_endpoints_are_parsed_as_torch_parses_them(endpoint: str | None) -> None:
     there = outcome(theirs(".utils").parse_rendezvous_endpoint, endpoint, 999)
     here = outcome(rendezvous.parse_rendezvous_endpoint, endpoint, 999)
     assert here == DIFFERS.get(endpoint, there)
@@ -209,7 +209,7 @@ PORTS = ["", "0", "00", "1", "65535", "65536", "70000", " 80", "80 ", "-1", "+5"
 
 
 @pytest.mark.parametrize("text", PORTS)
-def test_port_numbers(text):
+def test_port_numbers_are_parsed_as_torch_parses_them(text: Any) -> None:
     assert rendezvous._try_parse_port(text) == theirs(".utils")._try_parse_port(text)
 
 
@@ -232,7 +232,7 @@ CONFIGURATIONS += ["a==b", " =b", "a= ", ",a=b", "a=b,,c=d", "a=b;c=d", "a =\tb\
 
 
 @pytest.mark.parametrize("text", CONFIGURATIONS)
-def test_configurations(text):
+def test_configurations_are_parsed_as_torch_parses_them(text: str) -> None:
     there = outcome(theirs(".utils")._parse_rendezvous_config, text)
     assert outcome(rendezvous._parse_rendezvous_config, text) == there
 
@@ -240,7 +240,7 @@ def test_configurations(text):
 @pytest.mark.parametrize(
     "host", ["localhost", "LOCALHOST", HOST, "127.0.0.2", "::1", "0.0.0.0", "", "203.0.113.9", socket.gethostname()]
 )
-def test_hosts(host):
+def test_hosts_match_this_machine_as_in_torch(host: str) -> None:
     there = theirs(".utils")._matches_machine_hostname(host)
     assert rendezvous._matches_machine_hostname(host) == there
 
@@ -252,7 +252,7 @@ VALUES += ["false", "f", "no", "No", "n", "on", "off", "tru", "x"]
 
 @pytest.mark.parametrize("value", VALUES, ids=repr)
 @pytest.mark.parametrize("read", ["get", "get_as_bool", "get_as_int"])
-def test_options(read, value):
+def test_options_are_converted_as_in_torch(read: str, value: object) -> None:
     def ask(module: Any, key: str, *default: Any) -> tuple[str, Any]:
         return outcome(getattr(module.RendezvousParameters("b", "e", "run", 1, 1, k=value), read), key, *default)
 
@@ -275,7 +275,7 @@ def test_options(read, value):
         ("b", "e", "r", 2, 2, "here"),
     ],
 )
-def test_parameters(arguments):
+def test_parameters_are_checked_as_in_torch(arguments: tuple[Any, ...]) -> None:
     def make(module: Any) -> tuple[str, Any]:
         return outcome(lambda: vars(module.RendezvousParameters(*arguments)))
 
@@ -284,7 +284,7 @@ def test_parameters(arguments):
 
 @pytest.mark.parametrize("seconds", [None, 1, 0, -1])
 @pytest.mark.parametrize("part", ["join", "last_call", "close", "heartbeat"])
-def test_time_outs(part, seconds):
+def test_timeouts_are_checked_as_in_torch(part: str, seconds: float | None) -> None:
     def make(kind: Any) -> dict[str, timedelta]:
         made = kind(**{part: None if seconds is None else timedelta(seconds=seconds)})
         return {name: getattr(made, name) for name in ("join", "last_call", "close", "heartbeat")}
@@ -293,7 +293,7 @@ def test_time_outs(part, seconds):
     assert outcome(make, rendezvous.RendezvousTimeout) == there
 
 
-def test_store_info_is_read_by_either():
+def test_store_info_of_either_is_read_by_the_other() -> None:
     store = rallypoint.HashStore()
     here = rendezvous.RendezvousStoreInfo.build(0, store, "node-a", 4711)
     there = theirs().RendezvousStoreInfo.build(1, store, None)
@@ -336,7 +336,7 @@ def make_store(kind: str, stack: ExitStack, path: str) -> Any:
         return stack.enter_context(rallypoint.TCPStore(HOST, 0, is_master=True))
     if kind == "our TCPStore on torch's server":
         server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-        stack.callback(lambda: server)  # it lives as long
+        stack.callback(lambda: server)  # it serves as long as it is referenced
         return stack.enter_context(rallypoint.TCPStore(HOST, server.port))
     if kind == "torch's HashStore":
         return dist.HashStore()
@@ -350,14 +350,14 @@ def make_store(kind: str, stack: ExitStack, path: str) -> Any:
 
 
 @pytest.fixture(params=STORES)
-def store(request, stack, tmp_path) -> Any:
+def store(request: pytest.FixtureRequest, stack: ExitStack, tmp_path: Path) -> Any:
     made = make_store(request.param, stack, str(tmp_path / "store"))
     made.set_timeout(timedelta(seconds=AMPLE_S))
     return made
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_both_backends_share_a_state(store, ours_first):
+def test_our_backend_and_torch_s_share_a_state(store: Any, ours_first: bool) -> None:
     kinds = [rendezvous.C10dRendezvousBackend, theirs(".c10d_rendezvous_backend").C10dRendezvousBackend]
     a, b = (kind(store, "run") for kind in (kinds if ours_first else kinds[::-1]))
     assert store.get(KEY) == b"Y2FuaW1hZGFt" and a.get_state() is b.get_state() is None
@@ -375,8 +375,8 @@ def test_both_backends_share_a_state(store, ours_first):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_both_backends_answer_alike(seed):
-    """Each on a store of its own, through the same chain of calls; a token is any that was seen, or none of them."""
+def test_random_calls_have_equal_results_on_our_backend_and_torch_s(seed: int) -> None:
+    """Make the same random calls on both, each on its own store; tokens are earlier ones or invalid."""
     dice = random.Random(seed)
     here, there = rallypoint.HashStore(), rallypoint.HashStore()
     ours = rendezvous.C10dRendezvousBackend(here, "run")
@@ -395,7 +395,7 @@ def test_both_backends_answer_alike(seed):
 
 
 @pytest.mark.parametrize("blob", [b"abc", b"YQ", b"Y\xff", b"a", b"non_base64"])
-def test_a_blob_that_is_corrupt_for_both(blob):
+def test_a_corrupt_blob_is_an_error_in_our_backend_and_torch_s(blob: bytes) -> None:
     store = rallypoint.HashStore()
     ours = rendezvous.C10dRendezvousBackend(store, "run")
     torchs = theirs(".c10d_rendezvous_backend").C10dRendezvousBackend(store, "run")
@@ -404,7 +404,7 @@ def test_a_blob_that_is_corrupt_for_both(blob):
     assert outcome(ours.set_state, b"x") == outcome(torchs.set_state, b"x") == ("raised", "RendezvousStateError")
 
 
-def test_a_lost_server_under_torchs_client_is_a_connection_error():
+def test_a_lost_server_under_torchs_client_is_a_connection_error() -> None:
     dist = importlib.import_module("torch.distributed")
     with rallypoint.Server() as server:
         client = dist.TCPStore(HOST, server.port, wait_for_workers=False)
@@ -416,12 +416,12 @@ def test_a_lost_server_under_torchs_client_is_a_connection_error():
         assert "\n" not in str(caught.value), "frames of C++ are left to the cause"
 
 
-# Made by one, joined by the other
+# Created by one, joined by the other
 
 
 @pytest.mark.parametrize("ours_first", [True, False])
-def test_a_store_that_one_hosts_the_other_joins(stack, ours_first):
-    """Both would host: the address is this machine's."""
+def test_either_can_join_a_store_that_the_other_hosts(stack: ExitStack, ours_first: bool) -> None:
+    """Either would host the store: the address is this machine's."""
     endpoint = f"{HOST}:{net.free_port(HOST)}"
     modules = [(rendezvous, rendezvous), (theirs(), theirs(".c10d_rendezvous_backend"))]
     made = []
@@ -433,8 +433,8 @@ def test_a_store_that_one_hosts_the_other_joins(stack, ours_first):
     assert second.get_state() == (b"state", token)
 
 
-def test_torchs_own_handler_runs_on_our_backend():
-    """It is any object with the methods to them: one node joins alone, and leaves."""
+def test_torchs_own_handler_runs_on_our_backend() -> None:
+    """torch accepts any object with the methods of a backend: one node joins alone and leaves."""
     dynamic = theirs(".dynamic_rendezvous")
     store = importlib.import_module("torch.distributed").HashStore()
     timeout = dynamic.RendezvousTimeout(last_call=timedelta(milliseconds=1))
@@ -445,10 +445,11 @@ def test_torchs_own_handler_runs_on_our_backend():
     assert handler.shutdown()
 
 
-def test_a_static_round_of_one_is_joined_by_the_other(stack):
+def test_torch_s_static_rendezvous_joins_ours(stack: ExitStack) -> None:
     port = net.free_port(HOST)
     ours = rendezvous.StaticTCPRendezvous(HOST, port, 0, 2, "run", 60)
     here = ours.next_rendezvous()
+    assert ours._store is not None
     stack.callback(ours._store.close)
     there = theirs(".static_tcp_rendezvous").StaticTCPRendezvous(HOST, port, 1, 2, "run", 60).next_rendezvous()
     here.store.set("k", "v")
@@ -456,7 +457,7 @@ def test_a_static_round_of_one_is_joined_by_the_other(stack):
     assert vars(here.bootstrap_store_info) == vars(there.bootstrap_store_info)
 
 
-def test_handlers_of_either_are_registered_with_the_other():
+def test_each_registry_accepts_handlers_of_the_other() -> None:
     there = theirs().RendezvousHandler
     handler = type("Handler", (there,), dict.fromkeys(there.__abstractmethods__, lambda self: "mine"))
     registry = rendezvous.RendezvousHandlerRegistry()
@@ -468,7 +469,7 @@ def test_handlers_of_either_are_registered_with_the_other():
     assert isinstance(made, rendezvous.StaticTCPRendezvous) and made.rank == 1
 
 
-def test_the_page_on_moving_over_names_what_was_there():
+def test_the_migration_page_lists_every_name() -> None:
     page = (Path(__file__).parents[3] / "docs/migrate.md").read_text()
     rows = re.findall(r"^\| `([\w.]+)` \| `(\w+)` \|$", page, re.M)
     assert len(rows) > 20

@@ -1,4 +1,4 @@
-"""The state of a rendezvous in a store of ours, and making that store; processes that both would host are real."""
+"""The rendezvous state in one of our stores, and the creation of that store, also by two processes at once."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ HOST = "127.0.0.1"
 AMPLE_S = 60.0
 KEY = "torch.rendezvous.run"
 
+Create = Callable[..., Any]
 
-def parameters(endpoint: str, run_id: str = "run", **options: object) -> RendezvousParameters:
+
+def parameters(endpoint: str, run_id: str = "run", **options: Any) -> RendezvousParameters:
     return RendezvousParameters("c10d", endpoint, run_id, 1, 2, **options)
 
 
@@ -42,13 +44,13 @@ def store() -> HashStore:
 
 
 @pytest.fixture
-def backend(store) -> C10dRendezvousBackend:
+def backend(store: HashStore) -> C10dRendezvousBackend:
     return C10dRendezvousBackend(store, "run")
 
 
 @pytest.fixture
-def create() -> Iterator[Callable[..., Any]]:
-    """Return a function that makes a backend and its store, which is closed at the end."""
+def create() -> Iterator[Create]:
+    """Return a function that creates a backend and its store, which is closed at the end."""
     with ExitStack() as stack:
 
         def made(*arguments: Any, **options: Any) -> Any:
@@ -59,25 +61,30 @@ def create() -> Iterator[Callable[..., Any]]:
         yield made
 
 
+def written(backend: C10dRendezvousBackend, state: bytes, token: Any = None) -> Any:
+    """Write the state, which must succeed; return its token."""
+    result = backend.set_state(state, token)
+    assert result is not None and result[::2] == (state, True)
+    return result[1]
+
+
 # The state
 
 
-def test_there_is_no_state_at_first(backend):
+def test_a_new_backend_has_no_state(backend: C10dRendezvousBackend) -> None:
     assert backend.name == "c10d"
     assert backend.get_state() is None
 
 
-def test_without_a_token_only_the_first_writes(backend):
-    state, token, won = backend.set_state(b"first")
-    assert (state, won) == (b"first", True)
+def test_without_a_token_only_the_first_write_succeeds(backend: C10dRendezvousBackend) -> None:
+    token = written(backend, b"first")
     assert backend.set_state(b"second") == (b"first", token, False)
     assert backend.get_state() == (b"first", token)
 
 
-def test_the_current_token_replaces_and_is_stale_then(backend):
-    _, old, _ = backend.set_state(b"first")
-    state, new, won = backend.set_state(b"second", old)
-    assert (state, won) == (b"second", True)
+def test_a_token_is_stale_after_the_state_was_replaced(backend: C10dRendezvousBackend) -> None:
+    old = written(backend, b"first")
+    new = written(backend, b"second", old)
     assert backend.set_state(b"third", old) == (b"second", new, False)
     assert backend.get_state() == (b"second", new)
 
@@ -86,38 +93,36 @@ FOREIGN = [b"foreign", b"\xff\xfe", b"", "text", 7, object()]
 
 
 @pytest.mark.parametrize("token", FOREIGN, ids=lambda token: type(token).__name__)
-def test_a_foreign_token_writes_nothing(backend, token):
-    assert backend.set_state(b"first", token) is None, "nor is it a state"
+def test_a_foreign_token_writes_nothing(backend: C10dRendezvousBackend, token: object) -> None:
+    assert backend.set_state(b"first", token) is None, "there is no state to return"
     assert backend.get_state() is None
-    _, mine, _ = backend.set_state(b"first")
+    mine = written(backend, b"first")
     assert backend.set_state(b"second", token) == (b"first", mine, False)
 
 
 @pytest.mark.parametrize("state", [b"", b"\0", bytes(range(256)), b"x" * 100_000], ids=len)
-def test_any_bytes_are_a_state(backend, state):
-    _, token, _ = backend.set_state(b"before")
-    assert backend.set_state(state, token)[::2] == (state, True)
-    read, token = backend.get_state()
-    assert read == state
-    assert backend.set_state(b"after", token)[::2] == (b"after", True)
+def test_any_bytes_are_a_state(backend: C10dRendezvousBackend, state: bytes) -> None:
+    token = written(backend, state, written(backend, b"before"))
+    assert backend.get_state() == (state, token)
+    written(backend, b"after", token)
 
 
-def test_a_second_node_finds_the_state(store, backend):
-    _, token, _ = backend.set_state(b"first")
+def test_a_second_node_finds_the_state(store: HashStore, backend: C10dRendezvousBackend) -> None:
+    token = written(backend, b"first")
     assert C10dRendezvousBackend(store, "run").get_state() == (b"first", token)
     assert C10dRendezvousBackend(store, "other").get_state() is None
 
 
-def test_a_state_that_was_deleted_can_be_written_again(store, backend):
-    _, token, _ = backend.set_state(b"first")
+def test_a_state_that_was_deleted_can_be_written_again(store: HashStore, backend: C10dRendezvousBackend) -> None:
+    token = written(backend, b"first")
     store.delete_key(KEY)
     assert backend.set_state(b"second", token) is None
-    assert backend.set_state(b"second")[::2] == (b"second", True)
-    assert backend.get_state()[0] == b"second"
+    token = written(backend, b"second")
+    assert backend.get_state() == (b"second", token)
 
 
 @pytest.mark.parametrize("blob", ["not base64!", "abc", "YQ==YQ==", "\0", "YWJj\n"])
-def test_a_corrupt_blob_is_said_to_be(store, backend, blob):
+def test_a_corrupt_blob_is_reported_as_such(store: HashStore, backend: C10dRendezvousBackend, blob: str) -> None:
     store.set(KEY, blob)
     for call in (backend.get_state, lambda: backend.set_state(b"new"), lambda: backend.set_state(b"new", b"token")):
         with pytest.raises(RendezvousStateError, match=rf"corrupt: '{KEY}' in <HashStore"):
@@ -125,13 +130,13 @@ def test_a_corrupt_blob_is_said_to_be(store, backend, blob):
 
 
 @pytest.mark.parametrize("run_id", ["", None])
-def test_an_empty_run_id_is_refused(store, run_id):
+def test_an_empty_run_id_is_refused(store: HashStore, run_id: Any) -> None:
     with pytest.raises(ValueError, match="run id"):
         C10dRendezvousBackend(store, run_id)
 
 
 class Broken:
-    """A store of somebody else, whose calls fail once it is broken."""
+    """A foreign store whose calls raise `error` once it is set."""
 
     def __init__(self) -> None:
         self.store = HashStore()
@@ -144,7 +149,7 @@ class Broken:
 
 
 @pytest.mark.parametrize("kind", [RuntimeError, ValueError, TimeoutError, ConnectionResetError, OSError])
-def test_whatever_a_broken_store_raises_is_a_connection_error(kind):
+def test_any_error_of_a_store_becomes_a_connection_error(kind: type[Exception]) -> None:
     store = Broken()
     backend = C10dRendezvousBackend(store, "run")
     store.error = kind("it is gone\n#0 frames of C++")
@@ -154,12 +159,12 @@ def test_whatever_a_broken_store_raises_is_a_connection_error(kind):
         assert caught.value.__cause__ is store.error
 
 
-def test_a_mistake_is_not_a_broken_connection(backend):
+def test_misuse_is_not_a_connection_error(backend: C10dRendezvousBackend) -> None:
     with pytest.raises(TypeError):
-        backend.set_state("text")
+        backend.set_state("text")  # type: ignore[arg-type]
 
 
-def test_a_lost_server_is_a_connection_error():
+def test_a_lost_server_is_a_connection_error() -> None:
     with rallypoint.Server(grace=0.1) as server:
         backend = C10dRendezvousBackend(TCPStore(HOST, server.port, timeout=AMPLE_S), "run")
     with pytest.raises(RendezvousConnectionError, match=str(server.port)) as caught:
@@ -167,23 +172,23 @@ def test_a_lost_server_is_a_connection_error():
     assert isinstance(caught.value.__cause__, rallypoint.NetworkError)
 
 
-# Making a store
+# Creating the store
 
 
-def test_whoever_has_the_address_hosts_and_whoever_comes_later_joins(create):
+def test_the_first_creator_at_its_own_address_hosts_and_later_ones_join(create: Create) -> None:
     endpoint = f"{HOST}:{net.free_port(HOST)}"
     first, hosted = create(endpoint)
     second, joined = create(endpoint, is_host="true", read_timeout="7")
     third, client = create(f" {endpoint} ", is_host="0")
     assert [type(store) for store in (hosted, joined, client)] == [TCPStore] * 3
     assert hosted.timeout == client.timeout == timedelta(seconds=60) and joined.timeout == timedelta(seconds=7)
-    _, token, _ = first.set_state(b"state")
+    token = written(first, b"state")
     assert second.get_state() == third.get_state() == (b"state", token)
     hosted.close()
     assert second.get_state() == (b"state", token), "two hosts in one process share their server"
 
 
-def test_the_default_port(monkeypatch):
+def test_an_endpoint_without_port_uses_the_default_port(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
 
     def refuse(host: str, port: int, **_: Any) -> None:
@@ -197,40 +202,40 @@ def test_the_default_port(monkeypatch):
     assert seen == [("localhost", 29400)] * 2 and DEFAULT_PORT == 29400
 
 
-def test_nobody_hosts():
-    with pytest.raises(RendezvousConnectionError, match=r"by the option 'is_host', .* no host .*nothing listens"):
+def test_a_client_without_a_host_fails_to_connect() -> None:
+    with pytest.raises(RendezvousConnectionError, match=r"by the option 'is_host', .* a client.*nothing listens"):
         create_backend(parameters(f"{HOST}:{net.free_port(HOST)}", is_host=False, read_timeout=1))
 
 
-def test_an_address_that_is_not_here_cannot_be_hosted():
+def test_hosting_at_a_foreign_address_is_refused() -> None:
     with pytest.raises(RendezvousConnectionError, match=r"not an address of this machine"):
         create_backend(parameters("203.0.113.9:4711", is_host=True))
 
 
-def test_a_port_that_another_program_has_is_said_to_be_taken():
+def test_a_port_of_another_program_is_reported_as_in_use() -> None:
     with net.bound_socket(HOST) as silent:
         endpoint = f"{HOST}:{silent.getsockname()[1]}"
         with pytest.raises(RendezvousConnectionError, match=rf"cannot listen on {endpoint}: .* already in use"):
             create_backend(parameters(endpoint, read_timeout=1))
 
 
-def test_a_file(create, tmp_path: Path):
+def test_the_state_can_be_in_a_file(create: Create, tmp_path: Path) -> None:
     path = str(tmp_path / "store")
     first, store = create(path, store_type=" FILE ", read_timeout=7)
     second, _ = create(path, store_type="file")
     assert isinstance(store, FileStore) and store.path == path and store.timeout == timedelta(seconds=7)
-    _, token, _ = first.set_state(b"state")
+    token = written(first, b"state")
     assert second.get_state() == (b"state", token)
 
 
-def test_a_file_without_a_name_is_a_temporary_one(create, tmp_path, monkeypatch):
+def test_a_file_without_a_name_is_temporary(create: Create, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     backend, store = create("", store_type="file")
-    assert backend.set_state(b"state")[::2] == (b"state", True)
+    written(backend, b"state")
     assert Path(store.path).parent == tmp_path
 
 
-def test_a_file_that_cannot_be(tmp_path):
+def test_a_file_in_a_missing_folder_is_refused(tmp_path: Path) -> None:
     path = str(tmp_path / "missing" / "store")
     with pytest.raises(RendezvousConnectionError, match=f"'{path}'") as caught:
         create_backend(parameters(path, store_type="file"))
@@ -247,17 +252,17 @@ def test_a_file_that_cannot_be(tmp_path):
         ({"is_host": "perhaps"}, "'is_host' .*'perhaps'"),
     ],
 )
-def test_options_that_cannot_be(options, says):
+def test_invalid_backend_options_are_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         create_backend(parameters(f"{HOST}:1", **options))
 
 
-def test_a_refused_run_id_leaves_no_server():
+def test_a_refused_run_id_leaves_no_server_behind() -> None:
     port = net.free_port(HOST)
     with pytest.raises(ValueError, match="run id") as caught:
         create_backend(parameters(f"{HOST}:{port}", ""))
     net.listen([HOST], port)[0].close()
-    assert caught.tb is not None, "whoever keeps the error keeps its frames, and what is in them"
+    assert caught.tb is not None, "the error and its frames are kept alive until here"
 
 
 NODE = """
@@ -273,8 +278,13 @@ sys.stdin.read()
 """
 
 
+def line_of(node: subprocess.Popen[str]) -> str:
+    assert node.stdout is not None
+    return node.stdout.readline()
+
+
 @pytest.mark.parametrize("host", [HOST, "localhost", "[::1]"])
-def test_of_two_processes_that_would_host_one_does(host):
+def test_one_of_two_competing_processes_hosts(host: str) -> None:
     endpoint = f"{host}:{net.free_port(host.strip('[]'))}"
     with ExitStack() as stack:
         nodes = []
@@ -283,11 +293,12 @@ def test_of_two_processes_that_would_host_one_does(host):
             node = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
             stack.callback(node.communicate, timeout=AMPLE_S)
             nodes.append(node)
-        assert [node.stdout.readline() for node in nodes] == ["ready\n"] * 2
+        assert [line_of(node) for node in nodes] == ["ready\n"] * 2
         for node in nodes:
+            assert node.stdin is not None
             node.stdin.write("go\n")
             node.stdin.flush()
-        said = [ast.literal_eval(node.stdout.readline()) for node in nodes]
-        assert sorted(hosts for hosts, _ in said) == [False, True]
-        states = {state for _, state in said}
+        printed = [ast.literal_eval(line_of(node)) for node in nodes]
+        assert sorted(hosts for hosts, _ in printed) == [False, True]
+        states = {state for _, state in printed}
         assert len(states) == 1 and states <= {b"%d" % node.pid for node in nodes}

@@ -1,7 +1,7 @@
-"""Nodes that meet by the dynamic handler: threads, on every kind of store, and on a backend as a test would inject.
+"""The dynamic handler, with nodes in threads, on every kind of store and on an injected backend.
 
-A node is lost here by cutting it off from its backend, so that its keep-alive stands still. Keep-alives are quick, and
-the grace is two seconds: long enough for a busy machine.
+A node is lost here by cutting it off from its backend, so that its keep-alive stalls. Keep-alives are frequent, and
+the grace period is two seconds: long enough for a busy machine.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import pickle
+import random
 import subprocess
 import sys
 import threading
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.kinds import AMPLE_S, Open, together
+from tests.store_kinds import AMPLE_S, Open, together
 
 from rallypoint import HashStore, PrefixStore, Server, TCPStore, net
 from rallypoint.compat.rendezvous import (
@@ -38,14 +39,14 @@ from rallypoint.compat.rendezvous import (
     RendezvousStateError,
     RendezvousTimeout,
     RendezvousTimeoutError,
+    backend_host,
     create_handler,
     get_rendezvous_handler,
-    host,
-    start,
+    round_server,
 )
-from rallypoint.compat.rendezvous.handler import EXIT_BARRIER
+from rallypoint.compat.rendezvous.agent_rendezvous import LAST_MEMBER
 from rallypoint.deadline import Deadline
-from rallypoint.recipes.blob import Felt
+from rallypoint.recipes.hosting.stall_detector import StallDetector
 
 HOST = "127.0.0.1"
 UNSHARED = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
@@ -53,7 +54,7 @@ Make = Callable[..., DynamicRendezvousHandler]
 
 
 class Memory(RendezvousBackend):
-    """A backend as a user would write it: the state is in a list that all nodes have, the token is its length."""
+    """A backend as a user would write it: the state is the end of a shared list, the token is its length."""
 
     name = "memory"
 
@@ -76,14 +77,14 @@ class Memory(RendezvousBackend):
 
     def _must_reach(self) -> None:
         if self.cut:
-            raise RendezvousConnectionError("the wire is cut")
+            raise RendezvousConnectionError("disconnected")
 
 
 LOCK = threading.Lock()
 
 
 class Nodes:
-    """Handlers of one run, on one store, with a backend in memory unless told otherwise."""
+    """Handlers of one run, on one store; the backend is in memory unless another is given."""
 
     def __init__(self) -> None:
         self.made: list[DynamicRendezvousHandler] = []
@@ -100,7 +101,7 @@ class Nodes:
         last_call_s: float = 0.001,
         **options: Any,
     ) -> DynamicRendezvousHandler:
-        """Make one more node."""
+        """Create one more node."""
         times = {name: timedelta(seconds=options.pop(name)) for name in ("join", "close") if name in options}
         timeout = RendezvousTimeout(last_call=timedelta(seconds=last_call_s), **times)
         backend = Memory(self.states) if backend is None else backend
@@ -114,11 +115,11 @@ class Nodes:
 
 @pytest.fixture
 def nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """Return what makes nodes, none of which starts a server for workers."""
+    """Return a factory of nodes, none of which starts a server for workers."""
     monkeypatch.setenv(UNSHARED, "1")
-    everybody = Nodes()
-    yield everybody
-    for handler in everybody.made:
+    nodes = Nodes()
+    yield nodes
+    for handler in nodes.made:
         handler.shutdown()
 
 
@@ -128,17 +129,16 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-def until(true: Callable[[], Any], what: str) -> Any:
-    """Return what is true, once it is so; nobody tells, so it is looked for again and again."""
+def until(true: Callable[[], Any], what: str) -> None:
+    """Poll until the condition holds: there is no event to wait for."""
     deadline, pause = Deadline(AMPLE_S), threading.Event()
-    while not (seen := true()):
+    while not true():
         assert not deadline.expired(), f"never: {what}"
         pause.wait(0.005)
-    return seen
 
 
 def meet(*handlers: RendezvousHandler) -> list[RendezvousInfo]:
-    """Let nodes come at once; return what each got."""
+    """Let all nodes join at once; return the round of each."""
     return together([handler.next_rendezvous for handler in handlers])
 
 
@@ -147,13 +147,18 @@ def ranks(infos: list[RendezvousInfo]) -> list[int]:
     return [info.rank for info in infos]
 
 
-def see_that_it_is_over(*handlers: RendezvousHandler) -> None:
-    for handler in handlers:
-        until(lambda handler=handler: handler.num_nodes_waiting() > 0, "the round is over")
+def until_round_over(*handlers: RendezvousHandler) -> None:
+    until(lambda: all(handler.num_nodes_waiting() > 0 for handler in handlers), "the round is over")
 
 
-def in_reserve(handler: DynamicRendezvousHandler) -> list[str]:
-    return list(handler._status()["spares"])
+def start_of(info: RendezvousInfo) -> tuple[str, int]:
+    """Return the address and the port at which workers of the round find their store."""
+    assert info.bootstrap_store_info is not None
+    return info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port
+
+
+def spares_seen_by(handler: DynamicRendezvousHandler) -> list[str]:
+    return list(handler._agent.node.status().spares)
 
 
 # Rounds
@@ -165,7 +170,7 @@ def test_nodes_meet_on_every_kind_of_store(nodes: Nodes, open_store: Open) -> No
     infos = meet(*handlers)
     assert sorted(ranks(infos)) == [0, 1, 2, 3] and infos[0].world_size == 4
     assert len({repr(info.bootstrap_store_info) for info in infos}) == 1
-    assert infos[0].bootstrap_store_info.master_addr == HOST
+    assert start_of(infos[0])[0] == HOST
     infos[0].store.set("k", "first")
     assert all(info.store.get("k") == b"first" for info in infos)
     assert [handler.num_nodes_waiting() for handler in handlers] == [0] * 4
@@ -202,11 +207,11 @@ def test_a_full_round_does_not_wait_for_last_call(nodes: Nodes) -> None:
     assert meet(*[nodes.make(1, 2, last_call_s=10 * AMPLE_S) for _ in range(2)])[0].world_size == 2
 
 
-def test_a_late_node_waits_until_the_others_come_again(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_a_late_node_joins_in_the_next_round(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     first, second, late = (nodes.make(2, 3) for _ in range(3))
     before = ranks(meet(first, second))
     waiting = pool.submit(late.next_rendezvous)
-    see_that_it_is_over(first, second)
+    until_round_over(first, second)
     assert first.num_nodes_waiting() == 1
     infos = [*meet(first, second), waiting.result(AMPLE_S)]
     assert ranks(infos) == [*before, 2]
@@ -217,12 +222,12 @@ def test_a_spare_steps_in_when_a_node_leaves(nodes: Nodes, pool: ThreadPoolExecu
     first, second, spare = nodes.make(2, 2), nodes.make(2, 2), nodes.make(2, 2, join=0.01)
     before = ranks(meet(first, second))
     waiting = pool.submit(spare.next_rendezvous)
-    until(lambda: in_reserve(first), "the third is a spare")
-    assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0, "there is no place for it"
+    until(lambda: spares_seen_by(first), "the third is a spare")
+    assert first.num_nodes_waiting() == second.num_nodes_waiting() == 0, "the round is full"
     assert first.shutdown()
-    see_that_it_is_over(second)
+    until_round_over(second)
     assert not second.is_closed(), "leaving is not closing"
-    assert ranks([*meet(second), waiting.result(AMPLE_S)]) == [before[1], before[0]], "it has the rank that was free"
+    assert ranks([*meet(second), waiting.result(AMPLE_S)]) == [before[1], before[0]], "the spare gets the free rank"
 
 
 def test_a_host_that_returns_gets_its_rank_back(nodes: Nodes) -> None:
@@ -234,14 +239,14 @@ def test_a_host_that_returns_gets_its_rank_back(nodes: Nodes) -> None:
     assert ranks(infos) == [before[2], before[1], before[0]]
 
 
-# The end
+# Closing and leaving
 
 
-def test_closing_reaches_everybody_and_a_spare_ends_well(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_closing_reaches_all_nodes_and_a_spare_exits_gracefully(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     first, second, spare = (nodes.make(2, 2) for _ in range(3))
     meet(first, second)
     waiting = pool.submit(spare.next_rendezvous)
-    until(lambda: spare._host.stands_by, "the third knows that it is a spare")
+    until(lambda: spare._host.is_spare, "the third knows that it is a spare")
     assert not second.is_closed()
     first.set_closed()
     first.set_closed()
@@ -253,7 +258,7 @@ def test_closing_reaches_everybody_and_a_spare_ends_well(nodes: Nodes, pool: Thr
             handler.next_rendezvous()
 
 
-def test_who_waits_for_a_first_round_hears_that_it_is_closed(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_closing_ends_the_wait_for_a_first_round(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     lonely, other = nodes.make(2, 2), nodes.make(2, 2)
     waiting = pool.submit(lonely.next_rendezvous)
     until(other.num_nodes_waiting, "one waits")
@@ -262,96 +267,97 @@ def test_who_waits_for_a_first_round_hears_that_it_is_closed(nodes: Nodes, pool:
         waiting.result(AMPLE_S)
 
 
-def test_closing_has_a_time_out(nodes: Nodes) -> None:
+def test_closing_has_a_timeout(nodes: Nodes) -> None:
     backend = Memory(nodes.states)
     handler = nodes.make(1, 1, backend=backend, close=0.01)
     handler.next_rendezvous()
     backend.loses = True
     with pytest.raises(
-        RendezvousTimeoutError, match=r"could not be changed within the timeout of 0.01 s: others were faster \d+ times"
+        RendezvousTimeoutError,
+        match=r"could not be changed within the timeout of 0.01 s: other nodes were faster \d+ times",
     ):
         handler.set_closed()
     assert handler.shutdown() is False
 
 
 class Forgetful(Memory):
-    """A backend that keeps nothing more once it is told so: every change is answered by None."""
+    """A backend that loses every change, and returns None, once `forgets` is set."""
 
     def __init__(self, states: list[bytes]) -> None:
         super().__init__(states)
         self.forgets = False
-        self.asked = 0
+        self.lost = 0
         self.changing = threading.Event()
 
     def set_state(self, state: bytes, token: int | None = None) -> tuple[bytes, int, bool] | None:
         if not self.forgets:
             return super().set_state(state, token)
-        self.asked += 1
+        self.lost += 1
         self.changing.set()
         return None
 
 
-def test_a_backend_that_keeps_nothing_is_asked_ever_less_often(nodes: Nodes) -> None:
+def test_changes_lost_by_the_backend_are_retried_with_backoff(nodes: Nodes) -> None:
     backend = Forgetful(nodes.states)
     backend.forgets = True
-    with pytest.raises(RendezvousTimeoutError, match=r"within the timeout of 0.5 s: it kept nothing, \d+ times"):
+    with pytest.raises(RendezvousTimeoutError, match=r"within the timeout of 0.5 s: the backend lost it \d+ times"):
         nodes.make(1, 1, backend=backend, join=0.5, keep_alive_interval=60).next_rendezvous()
-    assert 3 < backend.asked < 100, "after growing pauses, not in a loop without any"
+    assert 3 < backend.lost < 100, "retries have growing pauses between them"
 
 
-def test_a_backend_that_keeps_no_last_call_ends_the_join(nodes: Nodes) -> None:
-    # The alarm of last call is upkeep, which no timeout of the join bounds by itself.
+def test_a_last_call_lost_by_the_backend_ends_the_join(nodes: Nodes) -> None:
+    # The timer of the last call is not bounded by the timeout of the join.
     backend = Forgetful(nodes.states)
     node = nodes.make(1, 2, backend=backend, last_call_s=0.05, close=0.1, keep_alive_interval=60)
     with ThreadPoolExecutor(1) as pool:
         waiting = pool.submit(node.next_rendezvous)
-        until(lambda: nodes.states, "it has come")
+        until(lambda: nodes.states, "the node has joined")
         backend.forgets = True
-        with pytest.raises(RendezvousTimeoutError, match="kept nothing"):
+        with pytest.raises(RendezvousTimeoutError, match="the backend lost it"):
             waiting.result(AMPLE_S)
 
 
-def test_leaving_does_not_wait_for_a_keep_alive_that_stands_back(nodes: Nodes) -> None:
+def test_stopping_heartbeats_interrupts_a_keep_alive_in_backoff(nodes: Nodes) -> None:
     backend = Forgetful(nodes.states)
     node = nodes.make(1, 1, backend=backend, keep_alive_interval=0.01)
     node.next_rendezvous()
     backend.forgets = True
     assert backend.changing.wait(AMPLE_S)
     node._stop_heartbeats()
-    asked = backend.asked
+    lost = backend.lost
     backend.forgets = False
-    assert node.num_nodes_waiting() == 0 and backend.asked == asked, "nobody asks any more"
+    assert node.num_nodes_waiting() == 0 and backend.lost == lost, "keep-alives have stopped"
 
 
-def test_heartbeats_can_be_stopped_and_the_node_is_missed(nodes: Nodes) -> None:
+def test_a_node_without_heartbeats_is_taken_for_lost(nodes: Nodes) -> None:
     silent, other = (nodes.make(2, 2, keep_alive_max_attempt=5) for _ in range(2))
     meet(silent, other)
     silent._stop_heartbeats()
-    see_that_it_is_over(other)
+    until_round_over(other)
 
 
-def test_a_round_that_does_not_come_about_in_time(nodes: Nodes) -> None:
+def test_a_join_times_out_when_nodes_are_missing(nodes: Nodes) -> None:
     lonely = nodes.make(2, 2, join=0.05)
     with pytest.raises(RendezvousTimeoutError, match="1 of at least 2 nodes: waiting for 1"):
         lonely.next_rendezvous()
-    assert lonely.num_nodes_waiting() == 0, "it has gone"
+    assert lonely.num_nodes_waiting() == 0, "it has left"
     assert sorted(ranks(meet(nodes.make(2, 2, join=AMPLE_S), nodes.make(2, 2)))) == [0, 1]
 
 
-def test_the_last_agents_that_succeed_close_the_run(nodes: Nodes) -> None:
+def test_the_run_succeeds_after_the_exit_barrier(nodes: Nodes) -> None:
     first, second = nodes.make(2, 2), nodes.make(2, 2)
     info, _ = meet(first, second)
-    info.store.set(EXIT_BARRIER, "all are here")
+    info.store.set(LAST_MEMBER, "all are here")
     assert first.shutdown() and second.is_closed() and second.shutdown()
     with pytest.raises(RendezvousClosedError, match="has succeeded: all agents have passed the exit barrier"):
         first.next_rendezvous()
 
 
-def test_everybody_may_leave_and_come_back(nodes: Nodes) -> None:
+def test_all_nodes_may_leave_and_rejoin(nodes: Nodes) -> None:
     handlers = [nodes.make(2, 2) for _ in range(2)]
     before = meet(*handlers)
     assert all(handler.shutdown() for handler in handlers)
-    assert all(handler.shutdown() for handler in handlers), "harmless when it has left"
+    assert all(handler.shutdown() for handler in handlers), "leaving twice is harmless"
     after = meet(*handlers)
     assert ranks(after) == ranks(before) and after[0].world_size == 2
 
@@ -359,42 +365,42 @@ def test_everybody_may_leave_and_come_back(nodes: Nodes) -> None:
 # Nodes that are lost
 
 
-def test_survivors_of_a_lost_node_come_again_and_so_does_it(nodes: Nodes) -> None:
+def test_survivors_of_a_lost_node_meet_again_and_it_may_rejoin(nodes: Nodes) -> None:
     backends = [Memory(nodes.states) for _ in range(3)]
-    handlers = [nodes.make(2, 3, backend=backend, last_call_s=1.0) for backend in backends]  # in which all three come
+    handlers = [nodes.make(2, 3, backend=backend, last_call_s=1.0) for backend in backends]  # time for all three
     infos = meet(*handlers)
     by_rank = sorted(range(3), key=lambda number: infos[number].rank)
     stays, keeps, goes = (handlers[number] for number in by_rank)
     backends[by_rank[2]].cut = True
-    see_that_it_is_over(stays, keeps)
+    until_round_over(stays, keeps)
     infos = meet(stays, keeps)
     assert ranks(infos) == [0, 1] and infos[0].world_size == 2
     assert stays.num_nodes_waiting() == 0
 
-    with pytest.raises(RendezvousConnectionError, match="the wire is cut"):
+    with pytest.raises(RendezvousConnectionError, match="disconnected"):
         goes.num_nodes_waiting()
     backends[by_rank[2]].cut = False
     assert goes.num_nodes_waiting() > 0, "its round is over"
     with ThreadPoolExecutor(1) as pool:
         returns = pool.submit(goes.next_rendezvous)
-        see_that_it_is_over(stays, keeps)
+        until_round_over(stays, keeps)
         assert ranks([*meet(stays, keeps), returns.result(AMPLE_S)]) == [0, 1, 2], "it has its rank back"
 
 
-def test_a_keep_alive_that_fails_is_said_and_tried_again(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_keep_alive_is_logged_and_repeated(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
     backend = Memory(nodes.states)
     handler = nodes.make(1, 1, backend=backend, keep_alive_interval=0.01)
     handler.next_rendezvous()
     with caplog.at_level(logging.WARNING, "rallypoint.rendezvous"):
         backend.cut = True
-        until(lambda: "a keep-alive of 'run' failed: the wire is cut" in caplog.messages, "a keep-alive fails")
+        until(lambda: "a keep-alive of 'run' failed: disconnected" in caplog.messages, "a keep-alive fails")
         backend.cut = False
     beats = len(nodes.states)
-    until(lambda: len(nodes.states) > beats, "there is another one")
+    until(lambda: len(nodes.states) > beats, "another keep-alive is written")
     assert handler.num_nodes_waiting() == 0
 
 
-def test_who_was_thought_dead_while_it_waited_comes_again(
+def test_a_waiting_node_taken_for_dead_joins_again(
     nodes: Nodes, pool: ThreadPoolExecutor, caplog: pytest.LogCaptureFixture
 ) -> None:
     asleep, other, third = (nodes.make(3, 3, keep_alive_max_attempt=5) for _ in range(3))
@@ -402,46 +408,46 @@ def test_who_was_thought_dead_while_it_waited_comes_again(
     until(other.num_nodes_waiting, "one waits")
     asleep._host.stop()
     waiting.append(pool.submit(other.next_rendezvous))
-    until(lambda: any("its keep-alive stood still" in said for said in caplog.messages), "it is told to be dead")
+    until(lambda: any("its keep-alive stalled" in line for line in caplog.messages), "the first is taken for dead")
     assert sorted(ranks([*meet(third), *(future.result(AMPLE_S) for future in waiting)])) == [0, 1, 2]
 
 
-def test_a_counter_that_stands_still_for_the_grace_is_dead() -> None:
-    felt = Felt()
-    assert felt.still({"a": 1, "b": 1}, 0.0, 15.0) == []
-    assert felt.still({"a": 2, "b": 1}, 10.0, 15.0) == []
-    assert felt.still({"a": 2, "b": 1}, 15.0, 15.0) == ["b"]
-    assert felt.still({"a": 2}, 25.0, 15.0) == ["a"]
-    assert felt.still({"a": 2, "b": 1}, 26.0, 15.0) == ["a"], "who was gone has its time again"
+def test_a_counter_is_stalled_after_the_grace_period() -> None:
+    stalls = StallDetector()
+    assert stalls.stalled({"a": 1, "b": 1}, 0.0, 15.0) == []
+    assert stalls.stalled({"a": 2, "b": 1}, 10.0, 15.0) == []
+    assert stalls.stalled({"a": 2, "b": 1}, 15.0, 15.0) == ["b"]
+    assert stalls.stalled({"a": 2}, 25.0, 15.0) == ["a"]
+    assert stalls.stalled({"a": 2, "b": 1}, 26.0, 15.0) == ["a"], "a counter that returns gets the whole grace period"
 
 
-def test_after_an_outage_everybody_has_time_again() -> None:
-    felt = Felt(gap_s=10.0)
-    assert felt.still({"a": 1}, 0.0, 15.0) == []
-    assert felt.still({"a": 1}, 10.0, 15.0) == []
-    assert felt.still({"a": 1}, 100.0, 15.0) == [], "nobody could look, and perhaps nobody could move"
-    assert felt.still({"a": 1}, 110.0, 15.0) == []
-    assert felt.still({"a": 1}, 115.0, 15.0) == ["a"]
+def test_an_outage_restarts_every_grace_period() -> None:
+    stalls = StallDetector(gap_s=10.0)
+    assert stalls.stalled({"a": 1}, 0.0, 15.0) == []
+    assert stalls.stalled({"a": 1}, 10.0, 15.0) == []
+    assert stalls.stalled({"a": 1}, 100.0, 15.0) == [], "during an outage nobody could write"
+    assert stalls.stalled({"a": 1}, 110.0, 15.0) == []
+    assert stalls.stalled({"a": 1}, 115.0, 15.0) == ["a"]
 
 
-def test_looks_are_seldom_while_nobody_comes_and_when_the_last_is_expected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host.random, "uniform", lambda *_: 1.0)
-    pace, now = host.Pace(), 0.0
+def test_polls_slow_down_without_arrivals_and_follow_their_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(random, "uniform", lambda *_: 1.0)
+    pace, now = backend_host.PollBackoff(), 0.0
     pauses = []
     for _ in range(20):
         now += 1.0
         pauses.append(pace.next_s(60, now))
     assert pauses == sorted(pauses) and pauses[0] < 0.02 and pauses[-1] == 1.0
-    assert pace.next_s(40, now + 0.1) == pytest.approx(0.2), "20 came in 0.1 s, and 40 are missing"
+    assert pace.next_s(40, now + 0.1) == pytest.approx(0.2), "20 joined in 0.1 s, and 40 are missing"
     assert pace.next_s(20, now + 0.2) == pytest.approx(0.1)
     assert pace.next_s(20, now + 0.3) == pytest.approx(0.15)
 
 
-# What is not well
+# Failures and invalid input
 
 
 class Bomb:
-    """What must never be unpickled: it would make a folder."""
+    """Creates a folder when it is unpickled."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -453,43 +459,44 @@ class Bomb:
 @pytest.mark.parametrize(
     "blob", [b"", b"{}", b"null", b"[1, 2]", b'["rallypoint.rendezvous", 1]', b"\xff\xfe", b"[" * 9]
 )
-def test_a_state_that_is_not_ours_is_refused(nodes: Nodes, blob: bytes) -> None:
+def test_a_foreign_state_is_refused(nodes: Nodes, blob: bytes) -> None:
     nodes.states.append(blob)
     handler = nodes.make(1, 1)
     for call in (handler.next_rendezvous, handler.is_closed, handler.num_nodes_waiting, handler.set_closed):
         with pytest.raises(RendezvousStateError, match=r"the state of the rendezvous 'run' .* is not rallypoint's"):
             call()
-    assert nodes.states == [blob], "and nothing is written over it"
+    assert nodes.states == [blob], "the foreign state is not overwritten"
 
 
-def test_a_pickle_is_not_read(nodes: Nodes, tmp_path: Path) -> None:
+def test_a_pickled_state_is_not_unpickled(nodes: Nodes, tmp_path: Path) -> None:
     nodes.states.append(pickle.dumps(Bomb(tmp_path / "exploded")))
     with pytest.raises(RendezvousStateError, match="All nodes of a run must use the same handler"):
         nodes.make(1, 1).next_rendezvous()
     assert not (tmp_path / "exploded").exists()
     pickle.loads(nodes.states[-1])
-    assert (tmp_path / "exploded").exists(), "it would have"
+    assert (tmp_path / "exploded").exists(), "unpickling does create the folder"
 
 
 @pytest.mark.needs("torch")
-def test_a_run_of_torchs_own_handler_is_told_from_ours(nodes: Nodes) -> None:
+def test_a_state_of_torch_s_handler_is_refused(nodes: Nodes) -> None:
     from torch.distributed import HashStore as Torchs
     from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler as Theirs
 
     store = Torchs()
-    theirs = Theirs.from_backend("run", store, C10dRendezvousBackend(store, "run"), 1, 1, HOST)
+    backend: Any = C10dRendezvousBackend(store, "run")  # no subclass of torch's RendezvousBackend
+    theirs = Theirs.from_backend("run", store, backend, 1, 1, HOST)
     theirs.next_rendezvous()
-    with pytest.raises(RendezvousStateError, match="it is a pickle, as PyTorch's own handler writes"):
+    with pytest.raises(RendezvousStateError, match="found a pickle, as PyTorch's own handler writes"):
         nodes.make(1, 1, store=store, backend=C10dRendezvousBackend(store, "run")).next_rendezvous()
     assert theirs.shutdown()
 
 
-def test_a_lost_connection(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_a_lost_connection_ends_all_calls(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     with Server() as server:
         store = TCPStore(HOST, server.port, timeout=2.0)
         handler = nodes.make(2, 2, store=store, backend=C10dRendezvousBackend(store, "run"))
         waiting = pool.submit(handler.next_rendezvous)
-        until(lambda: handler._host._timer, "it has begun")
+        until(lambda: handler._host._timer, "the join has begun")
     with pytest.raises(RendezvousConnectionError):
         waiting.result(AMPLE_S)
     for call in (handler.is_closed, handler.set_closed, handler.num_nodes_waiting):
@@ -505,7 +512,7 @@ def test_leaving_over_a_lost_connection_does_not_raise(nodes: Nodes) -> None:
     assert handler.shutdown() is False
 
 
-def test_a_state_that_is_deleted_begins_anew(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_nodes_rejoin_after_the_state_was_deleted(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     first, second = (nodes.make(2, 2, backend=C10dRendezvousBackend(nodes.store, "run")) for _ in range(2))
     waiting = pool.submit(first.next_rendezvous)
     until(second.num_nodes_waiting, "one waits")
@@ -514,7 +521,15 @@ def test_a_state_that_is_deleted_begins_anew(nodes: Nodes, pool: ThreadPoolExecu
     assert sorted(ranks([*meet(second), waiting.result(AMPLE_S)])) == [0, 1]
 
 
-def test_nodes_that_do_not_agree_are_refused(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
+def test_a_round_is_over_for_a_node_missing_in_the_new_state(nodes: Nodes) -> None:
+    first, second = (nodes.make(1, 1, address=name, keep_alive_interval=60) for name in ("a", "b"))
+    first.next_rendezvous()
+    nodes.states.clear()
+    second.next_rendezvous()
+    assert first.num_nodes_waiting() > 0 and second.num_nodes_waiting() == 0, "both rounds have the number 1"
+
+
+def test_a_node_with_other_limits_is_refused(nodes: Nodes, pool: ThreadPoolExecutor) -> None:
     first = nodes.make(2, 2)
     waiting = pool.submit(first.next_rendezvous)
     odd = nodes.make(2, 3)
@@ -536,8 +551,14 @@ def test_nodes_that_do_not_agree_are_refused(nodes: Nodes, pool: ThreadPoolExecu
         ({"keep_alive_max_attempt": 0}, "keep_alive_max_attempt"),
     ],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, Any], words: str) -> None:
-    given = {"run_id": "run", "store": HashStore(), "backend": Memory([]), "min_nodes": 1, "max_nodes": 1}
+def test_invalid_handler_arguments_are_refused(wrong: dict[str, Any], words: str) -> None:
+    given: dict[str, Any] = {
+        "run_id": "run",
+        "store": HashStore(),
+        "backend": Memory([]),
+        "min_nodes": 1,
+        "max_nodes": 1,
+    }
     with pytest.raises(ValueError, match=words):
         DynamicRendezvousHandler.from_backend(**{**given, **wrong})
 
@@ -547,7 +568,7 @@ def parameters(endpoint: str, least: int = 1, most: int = 1, **options: Any) -> 
 
 
 def test_options_become_settings() -> None:
-    options = {"join_timeout": "7", "last_call_timeout": 8, "close_timeout": 9, "heartbeat_timeout": 10}
+    options: dict[str, Any] = {"join_timeout": "7", "last_call_timeout": 8, "close_timeout": 9, "heartbeat_timeout": 10}
     params = parameters("", **options, keep_alive_interval="11", keep_alive_max_attempt=12)
     settings = create_handler(HashStore(), Memory([]), params).settings
     timeout = settings.timeout
@@ -560,32 +581,31 @@ def test_options_become_settings() -> None:
         create_handler(HashStore(), Memory([]), parameters("", keep_alive_interval=None))
 
 
-# Where workers start
+# The workers' store
 
 
-def test_workers_of_every_round_find_a_store_of_their_own(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_workers_of_every_round_find_a_new_store(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(UNSHARED)
     handlers = [nodes.make(2, 2) for _ in range(2)]
     assert all(handler.use_agent_store for handler in handlers)
-    places = []
+    ports = []
     for _ in range(2):
         infos = meet(*handlers)
-        starts = {(info.bootstrap_store_info.master_addr, info.bootstrap_store_info.master_port) for info in infos}
-        ((address, port),) = starts
+        ((address, port),) = {start_of(info) for info in infos}
         with TCPStore(address, port) as worker, TCPStore(address, port) as other:
             worker.set("k", "v")
-            assert other.get("k") == b"v" and worker.add("came", 1) == 1, "nobody finds the keys of the round before"
-        places.append(port)
-    assert places[0] != places[1]
+            assert other.get("k") == b"v" and worker.add("count", 1) == 1, "keys of the earlier round are not visible"
+        ports.append(port)
+    assert ports[0] != ports[1]
     monkeypatch.setenv(UNSHARED, "1")
     assert not handlers[0].use_agent_store
 
 
-def test_rank_0_that_is_gone_before_it_says_where_is_not_waited_for(
+def test_a_rank_0_that_leaves_before_publishing_its_server_is_not_awaited(
     nodes: Nodes, pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(UNSHARED)
-    monkeypatch.setattr(start, "SLICE_S", 0.01)
+    monkeypatch.setattr(round_server, "SLICE_S", 0.01)
     handlers = [nodes.make(1, 2, last_call_s=AMPLE_S) for _ in range(2)]
     fails, tried = threading.Lock(), threading.Event()
 
@@ -596,8 +616,8 @@ def test_rank_0_that_is_gone_before_it_says_where_is_not_waited_for(
         return open_server(scope)
 
     for handler in handlers:
-        keeper = handler._round_server
-        monkeypatch.setattr(keeper, "open", functools.partial(fail, keeper.open))
+        holder = handler._round_server
+        monkeypatch.setattr(holder, "open", functools.partial(fail, holder.open))
     waiting = [pool.submit(handler.next_rendezvous) for handler in handlers]
     assert tried.wait(AMPLE_S)
     until(lambda: any(future.done() for future in waiting), "one has failed")
@@ -612,22 +632,22 @@ def test_rank_0_that_is_gone_before_it_says_where_is_not_waited_for(
 # As torchrun uses it
 
 
-def test_the_registry_makes_one_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_registry_creates_a_dynamic_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(UNSHARED, "1")
     endpoint = f"{HOST}:{net.free_port(HOST)}"
     handlers = [get_rendezvous_handler(parameters(endpoint, 2, 2)) for _ in range(2)]
-    assert all(isinstance(handler, DynamicRendezvousHandler) for handler in handlers)
     assert handlers[0].get_backend() == "c10d"
     infos = meet(*handlers)
     assert sorted(ranks(infos)) == [0, 1] and isinstance(infos[0].store, PrefixStore)
     assert [handler.shutdown() for handler in handlers] == [True, True]
     for handler in handlers:
+        assert isinstance(handler, DynamicRendezvousHandler)
         handler._store.close()
 
 
 @pytest.mark.needs("torch")
 def test_torchs_agents_launch_workers_with_it() -> None:
-    """Two agents with a worker each, which add up their ranks by gloo; whoever hangs is killed by its pid."""
+    """Two agents with a worker each, which add up their ranks by gloo; an agent that hangs is killed."""
     program, endpoint = Path(__file__).with_name("agent.py"), f"{HOST}:{net.free_port(HOST)}"
     command = [sys.executable, str(program), endpoint]
     agents = [
@@ -635,12 +655,12 @@ def test_torchs_agents_launch_workers_with_it() -> None:
         for _ in range(2)
     ]
     try:
-        said = [agent.communicate(timeout=2 * AMPLE_S) for agent in agents]
+        outputs = [agent.communicate(timeout=2 * AMPLE_S) for agent in agents]
     finally:
         for agent in agents:
             if agent.poll() is None:
                 os.killpg(agent.pid, 9)
                 agent.wait()
-    assert [agent.returncode for agent in agents] == [0, 0], said
-    results = [json.loads(output.splitlines()[-1]) for output, _ in said]
+    assert [agent.returncode for agent in agents] == [0, 0], outputs
+    results = [json.loads(output.splitlines()[-1]) for output, _ in outputs]
     assert sorted(result["0" if "0" in result else "1"] for result in results) == [[0, 2, 3], [1, 2, 3]]

@@ -1,15 +1,17 @@
-"""A rendezvous of known ranks, on a real server."""
+"""The static rendezvous: ranks are given, the store is on a real server."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from typing import Any
 
 import pytest
 
 import rallypoint
 from rallypoint import net
 from rallypoint.compat.rendezvous import (
+    RendezvousInfo,
     RendezvousParameters,
     RendezvousStoreInfo,
     StaticTCPRendezvous,
@@ -22,25 +24,30 @@ AMPLE_S = 60
 
 @pytest.fixture
 def nodes() -> Iterator[ExitStack]:
-    """Closes the stores of handlers, the last first."""
+    """Closes the handlers' stores at the end, the last one first."""
     with ExitStack() as stack:
         yield stack
 
 
-def meet(nodes: ExitStack, handler: StaticTCPRendezvous):
+def meet(nodes: ExitStack, handler: StaticTCPRendezvous) -> RendezvousInfo:
     info = handler.next_rendezvous()
-    nodes.callback(handler._store.close)
+    nodes.callback(store_of(handler).close)
     return info
 
 
-def static(endpoint: str, max_nodes: int = 2, **options: object) -> RendezvousParameters:
+def store_of(handler: StaticTCPRendezvous) -> rallypoint.TCPStore:
+    assert handler._store is not None
+    return handler._store
+
+
+def static(endpoint: str, max_nodes: int = 2, **options: Any) -> RendezvousParameters:
     return RendezvousParameters("static", endpoint, "run", 1, max_nodes, **options)
 
 
-def test_rank_0_hosts_and_all_meet_under_the_run_id(nodes):
+def test_rank_0_hosts_and_all_meet_under_the_run_id(nodes: ExitStack) -> None:
     port = net.free_port(HOST)
-    host, guest = (StaticTCPRendezvous(HOST, port, rank, 2, "run", AMPLE_S) for rank in (0, 1))
-    first, second = meet(nodes, host), meet(nodes, guest)
+    host, joiner = (StaticTCPRendezvous(HOST, port, rank, 2, "run", AMPLE_S) for rank in (0, 1))
+    first, second = meet(nodes, host), meet(nodes, joiner)
     assert [(info.rank, info.world_size) for info in (first, second)] == [(0, 2), (1, 2)]
     assert first.bootstrap_store_info == second.bootstrap_store_info == RendezvousStoreInfo(HOST, port)
     first.store.set("k", "v")
@@ -48,27 +55,28 @@ def test_rank_0_hosts_and_all_meet_under_the_run_id(nodes):
     assert rallypoint.TCPStore(HOST, port).list_keys() == ["run/k"]
 
 
-def test_a_further_round_is_on_the_same_store(nodes):
+def test_the_next_round_uses_the_same_store(nodes: ExitStack) -> None:
     handler = StaticTCPRendezvous(HOST, 0, 0, 1, "run", AMPLE_S)
     info = meet(nodes, handler)
     info.store.set("k", "v")
     assert handler.next_rendezvous().store.get("k") == b"v"
-    assert info.bootstrap_store_info.master_port == handler._store.port > 0, "a free port is told by its number"
+    assert info.bootstrap_store_info is not None
+    assert info.bootstrap_store_info.master_port == store_of(handler).port > 0, "port 0 is reported as the bound port"
 
 
-def test_a_server_of_ours_that_is_there_is_shared(nodes):
+def test_an_existing_server_of_ours_is_shared(nodes: ExitStack) -> None:
     with rallypoint.Server() as server:
         info = meet(nodes, StaticTCPRendezvous(HOST, server.port, 0, 1, "run", AMPLE_S))
         info.store.set("k", "v")
         assert rallypoint.TCPStore(HOST, server.port).get("run/k") == b"v"
 
 
-def test_no_host_is_the_stores_error():
+def test_a_missing_host_raises_the_store_s_error() -> None:
     with pytest.raises(rallypoint.ConnectFailed):
         StaticTCPRendezvous(HOST, net.free_port(HOST), 1, 2, "run", 1).next_rendezvous()
 
 
-def test_it_has_nothing_to_agree_on():
+def test_a_static_handler_is_configured_by_its_parameters() -> None:
     handler = create_rdzv_handler(static("node-a:4711", rank="1", timeout="17"))
     assert isinstance(handler, StaticTCPRendezvous)
     assert (handler.master_addr, handler.master_port, handler.rank, handler.world_size) == ("node-a", 4711, 1, 2)
@@ -90,6 +98,6 @@ def test_it_has_nothing_to_agree_on():
         (static("h:x", rank=0), "'h:x'"),
     ],
 )
-def test_what_is_missing_is_named(params, says):
+def test_invalid_static_parameters_are_named(params: RendezvousParameters, says: str) -> None:
     with pytest.raises(ValueError, match=says):
         create_rdzv_handler(params)

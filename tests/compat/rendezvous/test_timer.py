@@ -1,4 +1,4 @@
-"""A periodic timer: when it calls, and all the ways in which it ends; and delays. Threads are joined, not timed."""
+"""The periodic timer: when it calls, and every way in which it ends; and delays. Threads are joined, not timed."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
 from datetime import timedelta
 from itertools import count
+from typing import Any
 
 import pytest
 
@@ -21,11 +21,12 @@ from rallypoint.compat.rendezvous import _delay, _PeriodicTimer
 
 AMPLE_S = 60.0
 SOON = timedelta(milliseconds=1)
+Calls = queue.SimpleQueue[Any]
 names = (f"timer under test {number}" for number in count())
 
 
 def started(timer: _PeriodicTimer) -> threading.Thread:
-    """Start a timer that does not end by itself, and return its thread."""
+    """Start the timer and return its thread."""
     name = next(names)
     timer.set_name(name)
     timer.start()
@@ -39,11 +40,11 @@ def ends(thread: threading.Thread) -> bool:
 
 
 @pytest.fixture
-def calls() -> Iterator[queue.SimpleQueue[object]]:
+def calls() -> Calls:
     return queue.SimpleQueue()
 
 
-def test_it_calls_again_and_again_with_its_arguments(calls):
+def test_the_timer_calls_repeatedly_with_its_arguments(calls: Calls) -> None:
     timer = _PeriodicTimer(SOON, lambda *args, **more: calls.put((args, more)), 1, "two", three=3)
     thread = started(timer)
     assert [calls.get(timeout=AMPLE_S) for _ in range(3)] == [((1, "two"), {"three": 3})] * 3
@@ -52,14 +53,14 @@ def test_it_calls_again_and_again_with_its_arguments(calls):
     assert not thread.is_alive()
 
 
-def test_it_does_not_call_before_an_interval_has_passed(calls):
+def test_the_first_call_is_one_interval_after_the_start(calls: Calls) -> None:
     timer = _PeriodicTimer(timedelta(days=1), lambda: calls.put("called"))
     thread = started(timer)
     timer.cancel()
     assert not thread.is_alive() and calls.empty()
 
 
-def test_cancel_returns_when_the_last_call_has_ended():
+def test_cancel_waits_for_the_call_under_way() -> None:
     inside = threading.Event()
     ended: list[str] = []
 
@@ -75,7 +76,7 @@ def test_cancel_returns_when_the_last_call_has_ended():
     assert ended == ["ended"]
 
 
-def test_it_can_be_cancelled_by_its_own_call(calls):
+def test_a_timer_can_be_cancelled_by_its_own_call(calls: Calls) -> None:
     def call() -> None:
         timer.cancel()
         calls.put(threading.current_thread())
@@ -86,7 +87,7 @@ def test_it_can_be_cancelled_by_its_own_call(calls):
     timer.cancel()
 
 
-def test_it_ends_when_nobody_refers_to_it(calls):
+def test_the_thread_ends_when_the_timer_is_unreferenced(calls: Calls) -> None:
     timer = _PeriodicTimer(SOON, lambda: calls.put("called"))
     thread = started(timer)
     assert calls.get(timeout=AMPLE_S)
@@ -99,7 +100,7 @@ THEIRS = pytest.param("torch.distributed.elastic.rendezvous.utils", marks=pytest
 
 
 @pytest.mark.parametrize("module", ["rallypoint.compat.rendezvous", THEIRS])
-def test_dropping_it_waits_for_the_call_under_way(module):
+def test_deleting_a_timer_waits_for_the_call_under_way(module: str) -> None:
     inside, go_on = threading.Event(), threading.Event()
     ended: list[str] = []
 
@@ -117,7 +118,7 @@ def test_dropping_it_waits_for_the_call_under_way(module):
 
 
 class Owner:
-    """Has a timer that calls it."""
+    """Owns a timer that calls one of its methods."""
 
     def __init__(self) -> None:
         self.calls: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -127,7 +128,7 @@ class Owner:
         self.calls.put("beat")
 
 
-def test_it_ends_with_the_owner_that_it_calls():
+def test_the_thread_ends_when_the_owner_of_timer_and_callback_is_deleted() -> None:
     owner = Owner()
     thread = started(owner.timer)
     assert owner.calls.get(timeout=AMPLE_S) == "beat"
@@ -138,7 +139,7 @@ def test_it_ends_with_the_owner_that_it_calls():
     assert gone() is None
 
 
-def test_a_timer_that_outlives_the_owner_of_its_method_ends_too():
+def test_the_thread_ends_when_the_owner_of_the_callback_is_deleted() -> None:
     owner = Owner()
     timer = _PeriodicTimer(SOON, owner.beat)
     thread = started(timer)
@@ -148,7 +149,7 @@ def test_a_timer_that_outlives_the_owner_of_its_method_ends_too():
     assert timer.name == thread.name
 
 
-def test_it_starts_once_and_is_named_before(calls):
+def test_a_timer_starts_once_and_cannot_be_renamed_afterwards(calls: Calls) -> None:
     timer = _PeriodicTimer(SOON, lambda: calls.put("called"))
     assert timer.name is None
     timer.set_name("mine")
@@ -163,7 +164,7 @@ def test_it_starts_once_and_is_named_before(calls):
         timer.start()
 
 
-def test_it_can_be_cancelled_before_it_starts(calls):
+def test_cancelling_before_the_start_has_no_effect(calls: Calls) -> None:
     timer = _PeriodicTimer(SOON, lambda: calls.put("called"))
     timer.cancel()
     started(timer)
@@ -186,20 +187,22 @@ print("main ends")
 """
 
 
-def test_a_call_that_never_returns_does_not_keep_the_interpreter():
+def test_a_blocked_call_does_not_keep_the_interpreter_alive() -> None:
     run = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=AMPLE_S)
     assert (run.returncode, run.stdout) == (0, "main ends\n"), run.stderr
 
 
 @pytest.mark.parametrize(("asked", "slept"), [(0.25, 0.25), (0, 0), (-1, 0), ((0.5, 0.5), 0.5)])
-def test_a_delay(monkeypatch, asked, slept):
+def test_a_delay_sleeps_as_long_as_asked(
+    monkeypatch: pytest.MonkeyPatch, asked: float | tuple[float, float], slept: float
+) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     _delay(asked)
     assert waits == [slept]
 
 
-def test_delays_between_two_are_spread(monkeypatch):
+def test_random_delays_cover_the_whole_range(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[float] = []
     monkeypatch.setattr(time, "sleep", waits.append)
     random.seed(7)

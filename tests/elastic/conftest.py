@@ -1,7 +1,0 @@
-"""The kinds of store that these tests run on."""
-
-from __future__ import annotations
-
-from tests.kinds import open_store, quick_pulse
-
-__all__ = ["open_store", "quick_pulse"]

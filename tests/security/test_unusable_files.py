@@ -1,0 +1,18 @@
+"""Files for TLS that a client cannot use: it says so at once, whether or not its server is up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import rallypoint
+from rallypoint import net
+
+
+def test_an_unusable_ca_is_reported_while_the_server_is_down(tmp_path: Path) -> None:
+    missing = str(tmp_path / "missing.pem")
+    with pytest.raises(ValueError, match=f"cannot read --tls-ca {missing}"):
+        rallypoint.connect(
+            f"tcps://127.0.0.1:{net.free_port('127.0.0.1')}", 0, credentials=rallypoint.Credentials(tls_ca=missing)
+        )
