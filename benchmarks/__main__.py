@@ -22,11 +22,15 @@ from benchmarks import (
     heavy,
     launch,
     meeting,
+    memory,
+    monitoring,
     orientation,
     recovery,
     relay,
     rendezvous,
+    security,
     startup,
+    status,
     throughput,
 )
 from benchmarks.rig import CORES, Missing, pin, say
@@ -40,14 +44,18 @@ SUBJECTS = {
     "durability": durability,
     "heavy": heavy,
     "meeting": meeting,
+    "memory": memory,
     "relay": relay,
     "rendezvous": rendezvous,
     "orientation": orientation,
     "recovery": recovery,
     "launch": launch,
+    "monitoring": monitoring,
     "etcd": etcd,
     "failover": failover,
+    "security": security,
     "startup": startup,
+    "status": status,
 }
 RESULTS = Path(__file__).with_name("results.md")
 READING = (

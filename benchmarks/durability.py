@@ -17,7 +17,7 @@ import tempfile
 import time
 from typing import Any
 
-from benchmarks.rig import PLACEMENTS, Team, in_turn, need, say, team
+from benchmarks.rig import PLACEMENTS, Team, calls_a_second, in_turn, need, say, team
 from benchmarks.servers import Running, scratch_directory, serving
 from benchmarks.table import Line, Target
 
@@ -84,10 +84,7 @@ class Crowd:
         callers = [_Caller(server, number) for number in range(clients)]
         for caller in callers:
             await loop.create_connection(lambda caller=caller: caller, "127.0.0.1", self._ports[server])
-        await asyncio.sleep(WARM_S)
-        before, began_at = sum(caller.answers for caller in callers), time.monotonic()
-        await asyncio.sleep(slice_s)
-        rate = (sum(caller.answers for caller in callers) - before) / (time.monotonic() - began_at)
+        rate = await calls_a_second(callers, WARM_S, slice_s)
         for caller in callers:
             caller.close()
         return rate

@@ -28,7 +28,7 @@ from benchmarks.rendezvous import Nodes
 from benchmarks.rig import PLACEMENTS, Placement, Team, in_turn, need, say, team
 from benchmarks.servers import announced_port, child
 from benchmarks.table import Line, Target
-from rallypoint.etcd.local import LocalCluster
+from rallypoint.etcd.local.cluster import LocalCluster
 
 TITLE = "etcd: a store with its log in three members on this machine"
 NOTES = (
@@ -55,7 +55,7 @@ _names = itertools.count()
 
 def run(quick: bool) -> list[Line]:
     """Measure everything at every placement."""
-    need("torch", "etcd", "grpc")
+    need("torch", "etcd", "hpack", "grpc")
     rounds = 2 if quick else 7
     lines: list[Line] = []
     with _cluster() as cluster:
@@ -133,9 +133,9 @@ class Lone:
     def __init__(self, cluster: str, url: str) -> None:
         import grpc
 
-        from rallypoint.etcd import messages
-        from rallypoint.etcd.member import ask
-        from rallypoint.etcd.messages import Method
+        from rallypoint.etcd import requests
+        from rallypoint.etcd.local.member import ask
+        from rallypoint.etcd.requests import Method
 
         store = rallypoint.connect(url)
         store.set("k", VALUE)
@@ -144,7 +144,7 @@ class Lone:
         leader = next(port for port, status in told.items() if status["leader"] == status["header"]["member_id"])
         channel = grpc.insecure_channel(f"127.0.0.1:{leader}")
         put, get = (channel.unary_unary(name) for name in ("/etcdserverpb.KV/Put", Method.RANGE))
-        write, read = messages.put(b"bare", VALUE).body, messages.get(b"bare").body
+        write, read = requests.put(b"bare", VALUE).body, requests.get(b"bare").body
         self._calls: dict[str, Callable[[], object]] = {
             "set": lambda: store.set("k", VALUE),
             "get": lambda: store.get("k"),

@@ -183,7 +183,7 @@ FAULTS: dict[str, tuple[Callable[[Rig, Host], Callable[[], object]], bool, float
 
 def run(quick: bool) -> list[Line]:
     """Measure each fault a few times."""
-    need("etcd", "grpc", IP)
+    need("etcd", "hpack", IP)
     with contextlib.ExitStack() as stack:
         try:
             machines = stack.enter_context(hosts(4))

@@ -20,6 +20,7 @@ from typing import Any
 
 from benchmarks.rig import CORES, need, pin, resident_kb, say
 from benchmarks.table import Line, Target
+from rallypoint.process.supervisor import stop
 
 TITLE = "Launching, beside torchrun"
 OPTIONS = "--standalone --nproc-per-node=2 --max-restarts=9"
@@ -117,12 +118,7 @@ def _job(name: str) -> Iterator[tuple[int, queue.Queue[int]]]:
         try:
             yield agent.pid, printed
         finally:
-            agent.terminate()
-            try:
-                agent.wait(LIMIT_S)
-            except subprocess.TimeoutExpired:
-                agent.kill()
-                agent.wait()
+            stop(agent, LIMIT_S)
 
 
 def _listen(stream: Any, printed: queue.Queue[int]) -> None:

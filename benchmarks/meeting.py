@@ -49,7 +49,7 @@ def run(quick: bool) -> list[Line]:
                 placement.put([server.pid for server in servers.values()], crowds.pids)
                 for what in IN_A_ROW:
                     say(f"  {what} of {size}, {placement.name}")
-                    measure = functools.partial(_once, crowds, servers, what)
+                    measure = functools.partial(pass_once, crowds, servers, what)
                     figures = in_turn(NAMES, rounds, measure)
                     ours, theirs = figures.values()
                     at_most = TARGETS.get((what, size))
@@ -67,7 +67,8 @@ def run(quick: bool) -> list[Line]:
 _keys = itertools.count()
 
 
-def _once(crowds: Team, servers: dict[str, Running], what: str, name: str) -> float:
+def pass_once(crowds: Team, servers: dict[str, Running], what: str, name: str) -> float:
+    """Return how long all members took to pass one meeting."""
     crowds.ask("arm_meeting", name, servers[name].port, what, f"bench/{next(_keys)}")
     return release(crowds) / IN_A_ROW[what]
 

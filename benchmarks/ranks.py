@@ -15,10 +15,11 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from rallypoint import net
-from rallypoint.core import barrier, exchange, ops
+from rallypoint.core import ops
+from rallypoint.core.machines import barrier, exchange
 from rallypoint.protocol.c10d import Opcode, encode, hello
-from rallypoint.protocol.client import Client
 from rallypoint.protocol.native import ACCEPTED, PREFACE
+from rallypoint.protocol.native_client import ClientProtocol
 
 PATIENCE_S = 300.0
 DATA = b"x" * 100
@@ -93,7 +94,7 @@ class NativeRank(asyncio.Protocol):
 
     def __init__(self, rank: int, world: int) -> None:
         self._rank, self._world = rank, world
-        self._core = Client(f"rank {rank}")
+        self._core = ClientProtocol(f"rank {rank}")
         self._greeting = b""
         self._welcomed = False
         self._calls = 0
@@ -124,9 +125,9 @@ class NativeRank(asyncio.Protocol):
         """Do something once; return what tells when that is done."""
         self.done = asyncio.get_running_loop().create_future()
         self._calls += 1
-        command: Any = barrier.Arrive(self._world)
+        command: Any = barrier.BarrierArrive(self._world)
         if what == "Exchange":
-            command = exchange.Give(self._world, self._rank, DATA, "all_gather")
+            command = exchange.ExchangeGive(self._world, self._rank, DATA, "all_gather")
         op = ops.Act(0, f"/{key}".encode(), str(self._rank), self._calls, command, PATIENCE_S)
         self._transport.write(self._core.ask(op))
         return self.done

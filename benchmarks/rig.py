@@ -6,6 +6,7 @@ calls of its methods. Placements change by moving threads that exist, so nothing
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import ctypes
 import importlib.util
@@ -19,7 +20,7 @@ import traceback
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 CORES = sorted(os.sched_getaffinity(0))
 _FORKS = multiprocessing.get_context("forkserver")
@@ -99,6 +100,20 @@ def in_turn(names: Sequence[str], rounds: int, measure: Callable[[str], float]) 
                 figures[name].append(figure)
     say(f"    {', '.join(f'{name} {statistics.median(figures[name]):.4g}' for name in names)}")
     return figures
+
+
+class Counting(Protocol):
+    """A caller on an event loop, which counts its answers."""
+
+    answers: int
+
+
+async def calls_a_second(callers: Sequence[Counting], warm_s: float, slice_s: float) -> float:
+    """Return how many answers a second callers get together, after a while for them to warm up."""
+    await asyncio.sleep(warm_s)
+    before, began_at = sum(caller.answers for caller in callers), time.monotonic()
+    await asyncio.sleep(slice_s)
+    return (sum(caller.answers for caller in callers) - before) / (time.monotonic() - began_at)
 
 
 class Team:

@@ -39,7 +39,7 @@ def _times(names: list[str], rounds: dict[str, int]) -> list[Line]:
     imported = [_import_ms(name, rounds[name]) for name in names]
     say("  rallypoint --help")
     command = [str(Path(sys.executable).with_name("rallypoint")), "--help"]
-    helped = in_turn(["help"], rounds["rallypoint"], lambda _: _run_ms(command))
+    helped = in_turn(["help"], rounds["rallypoint"], lambda _: run_ms(command))
     say("  a server")
     ready = [in_turn([name], rounds[name], _ready_ms)[name] for name in names]
     return [
@@ -76,12 +76,14 @@ def _line(what: str, unit: str, limit: float, figures: list[list[float]]) -> Lin
 def _import_ms(module: str, rounds: int) -> list[float]:
     """Return how long an import took, above a Python that imports nothing."""
     statements = (f"import {module}", "pass")
-    figures = in_turn(statements, rounds, lambda statement: _run_ms([sys.executable, "-c", statement]))
+    figures = in_turn(statements, rounds, lambda statement: run_ms([sys.executable, "-c", statement]))
     return [full - bare for full, bare in zip(*figures.values(), strict=True)]
 
 
-def _run_ms(command: list[str]) -> float:
+def run_ms(command: list[str], more: dict[str, str] | None = None) -> float:
+    """Run a command, with more variables in its environment; return how long it took."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    environment.update(more or {})
     start_at = time.monotonic()
     subprocess.run(command, stdout=subprocess.DEVNULL, check=True, env=environment)  # the first writes its bytecode
     return (time.monotonic() - start_at) * 1000
