@@ -8,8 +8,10 @@ JOBS   ?= 4
 
 # Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
 # Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.
-WANT   ?= torch bench etcd
-DEBIAN ?= redis-server iproute2 etcd-server
+WANT   ?= torch bench
+DEBIAN ?= redis-server iproute2 etcd-server chromium chromium-driver
+
+QUICK  := tests/core tests/histories tests/test_tidy.py tests/test_errors.py tests/test_deadline.py tests/test_text.py
 
 BIN   := .venv/bin
 SETUP := $(PYTHON) tools/setup.py
@@ -20,33 +22,42 @@ LINT  := $(BIN)/ruff check . || failed="$$failed ruff-check"; \
 CLOSE  = cat .venv/missing.txt; [ -z "$$failed" ] || { echo "make $@: FAILED:$$failed"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help run test soak bench lint clean
+.PHONY: help run test quick matrix soak bench lint clean
 
 help: ## say what the targets do
 	@echo "make TARGET [PYTHON=python3] [ARGS='…']"
 	@sed -n 's/^\([a-z]*\):.*## /  \1\t/p' $(MAKEFILE_LIST)
 
 run: ## launch four workers, one of which is killed half-way, and see them recover (ARGS go to examples/pi.py)
-	@$(SETUP)
+	@$(SETUP) --need all
 	$(BIN)/rallypoint run --nproc-per-node 4 --max-restarts 3 examples/pi.py --kill-half-way $(ARGS)
 
 test: ## lint, check types and run every test, JOBS files at a time (ARGS go to pytest)
-	@$(SETUP) --need dev --want $(WANT) --want-debian $(DEBIAN) --label "NOT TESTED"
+	@$(SETUP) --need all dev --want $(WANT) --want-debian $(DEBIAN) --label "NOT TESTED"
 	@failed=; $(LINT); \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) || failed="$$failed pytest"; \
 	$(CLOSE)
 
+quick: ## what answers within half a minute: lint, the pure core, histories, the rules of the tree
+	@$(SETUP) --need all dev
+	@failed=; $(BIN)/ruff check . || failed=" ruff-check"; $(BIN)/ruff format --check . || failed="$$failed ruff-format"; \
+	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(QUICK) $(ARGS) || failed="$$failed pytest"; \
+	$(CLOSE)
+
+matrix: ## make quick's tests on every Python from 3.10 to 3.14 that is on this machine (ARGS go to pytest)
+	@$(PYTHON) tools/matrix.py $(QUICK) -- $(ARGS)
+
 soak: ## run the seeded tests with fresh seeds for HOURS (ARGS go to tools/soak.py)
-	@$(SETUP) --need dev
+	@$(SETUP) --need all dev
 	@$(BIN)/python tools/soak.py --hours $(HOURS) $(ARGS)
 
 bench: ## measure side by side with the peers (ARGS go to benchmarks)
-	@$(SETUP) --need bench --want $(WANT) --want-debian $(DEBIAN) --label "NOT MEASURED"
+	@$(SETUP) --need all bench --want $(WANT) --want-debian $(DEBIAN) --label "NOT MEASURED"
 	@failed=; $(BIN)/python -m benchmarks $(ARGS) || failed=" benchmarks"; \
 	$(CLOSE)
 
 lint: ## ruff and mypy only
-	@$(SETUP) --need dev
+	@$(SETUP) --need all dev
 	@failed=; $(LINT); \
 	$(CLOSE)
 

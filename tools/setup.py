@@ -32,7 +32,7 @@ PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "installed-from.txt"
 MISSING = VENV / "missing.txt"
 OLDEST = (3, 10)
-PROGRAMS = {"etcd-server": "etcd"}
+PROGRAMS = {"etcd-server": "etcd", "chromium-driver": "chromedriver"}
 """The program of a Debian package, where the names differ."""
 
 
@@ -125,7 +125,7 @@ def unmet(extra: str) -> list[str]:
 
     wanted = [Requirement(line) for line in importlib.metadata.requires("rallypoint") or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": extra})]
-    missing = []
+    missing = [line for one in wanted if one.name == "rallypoint" for part in one.extras for line in unmet(part)]
     for one in wanted:
         version = installed(one.name)
         if version is None or not one.specifier.contains(version, prereleases=True):

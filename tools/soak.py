@@ -24,14 +24,14 @@ SEEDED = (
     "tests/durability",
     "tests/core",
     "tests/simulation/test_simulation.py",
+    "tests/simulation/test_rendezvous.py",
     "tests/conformance/test_machine.py",
     "tests/conformance/test_differential.py",
-    "tests/store/test_follower.py",
-    "tests/store/test_file.py::test_a_writer_killed_at_any_moment_loses_nothing_that_it_was_told_is_done",
-    "tests/store/test_file.py::test_a_process_killed_while_it_compacts_all_the_time_loses_nothing",
-    "tests/elastic/test_pi.py",
+    "tests/filestore/test_follower.py",
+    "tests/store/test_file.py::test_a_killed_writer_loses_no_acknowledged_write",
+    "tests/store/test_file.py::test_a_process_killed_while_compacting_loses_nothing",
+    "tests/launch/test_pi.py",
     "tests/interop/test_ddp_elastic.py",
-    "tests/etcd/test_simulation.py",
     "tests/etcd/test_histories.py",
 )
 KILLING_S = 60
@@ -42,14 +42,14 @@ KILLS = 100
 """How often a server with a data directory is killed in each test of it."""
 
 
-SCHEDULES = 1000
-"""How many schedules each simulation of a store in etcd has."""
+SCHEDULES = 2000
+"""How many schedules each simulation has, and how many histories are replayed."""
 
 
 def replay(seed: int, histories: int, tests: list[str]) -> tuple[dict[str, str], list[str]]:
     """Return the variables and the command of the round with this first seed."""
     variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories), "KILLING_S": str(KILLING_S)}
-    variables["SEEDS"] = str(SCHEDULES)
+    variables["SEEDS"] = variables["STATE_SEEDS"] = str(SCHEDULES)
     variables["KILLS"], variables["KILLED_HISTORIES"] = str(KILLS), str(histories)
     variables["REPLICATED_HISTORIES"] = str(histories)
     return variables, [sys.executable, "-m", "pytest", "-x", "-q", f"--hypothesis-seed={seed}", *tests]
