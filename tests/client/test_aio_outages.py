@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.outage_log import DEADLINE_S, LogRecorder, go_down, told
+from tests.ports import reserve_port
 from tests.recovering_server import RecoveringServer
 from tests.served import server_fixture
 
 import rallypoint
-from rallypoint import aio, net
+from rallypoint import aio
 from rallypoint.aio import AsyncStore
 from rallypoint.client import async_session, outage
 from rallypoint.client.routing import route
@@ -94,7 +95,7 @@ def test_blocked_calls_survive_an_outage_and_a_short_one_times_out_in_it(
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
 def test_the_error_says_why_a_server_is_not_reachable_as_in_the_blocking_client(host: str) -> None:
-    port = net.free_port(host)
+    port = reserve_port()
     with pytest.raises(rallypoint.ConnectFailed) as caught:
         run(aio.connect(f"tcp://{host}:{port}", timeout=0.1))
     assert caught.value.tried == {f"{host}:{port}": "refused, nothing listens there"}

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import reserve_port
 
 import rallypoint
 from rallypoint import compat
@@ -409,9 +410,8 @@ except ours.BarrierTimeout as error:
 
 @pytest.mark.parametrize("kind", ["ours", pytest.param("torch", marks=pytest.mark.needs("torch"))])
 def test_the_host_of_the_store_leaves_last(kind: str) -> None:
-    from rallypoint import net
 
-    port, size = net.free_port(), 3
+    port, size = reserve_port(), 3
     members = [
         subprocess.Popen(
             [sys.executable, "-c", MEMBER, kind, str(port), str(rank), str(size)],

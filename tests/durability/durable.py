@@ -12,7 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-from rallypoint import net
+from tests.ports import reserve_port
 
 AMPLE_S = 120.0
 KILLS = int(os.environ.get("KILLS", "5"))
@@ -25,7 +25,7 @@ class DurableServer:
     """A server on a fixed port, with a data directory."""
 
     def __init__(self, directory: Path, *options: str) -> None:
-        self.port = net.free_port("127.0.0.1")
+        self.port = reserve_port()
         self.url = f"tcp://127.0.0.1:{self.port}"
         self.kills = 0
         self._command = [sys.executable, "-m", "rallypoint", "serve", "--port", str(self.port)]

@@ -21,6 +21,7 @@ from hypothesis import strategies as some
 from tests.etcd.h2_server import HEADERS, Request, RpcServer, echo, goaway, message, trailers
 from tests.etcd.test_lookup import certificates
 from tests.event_loop import in_loop
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, MIB
 
 from rallypoint import net
@@ -232,7 +233,7 @@ async def test_a_cancelled_call_resets_its_stream() -> None:
 
 @in_loop
 async def test_connecting_where_nothing_listens_fails_at_once() -> None:
-    with calling(net.Endpoint("127.0.0.1", net.free_port("127.0.0.1"))) as channel:
+    with calling(net.Endpoint("127.0.0.1", reserve_port())) as channel:
         assert await failure(call(channel)) == (Code.UNAVAILABLE, "refused, nothing listens there")
         assert (await failure(channel.stream(METHOD, b"", AMPLE_S)))[0] == Code.UNAVAILABLE
 

@@ -13,9 +13,10 @@ from pathlib import Path
 import pytest
 from tests.etcd.access import USER, WORD, base64, guarded, post
 from tests.etcd.cluster import Cluster
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S
 
-from rallypoint import EtcdRefused, NoQuorum, net
+from rallypoint import EtcdRefused, NoQuorum
 from rallypoint.deadline import Deadline
 from rallypoint.etcd.address import Address
 from rallypoint.etcd.local.member import find_binary
@@ -61,7 +62,7 @@ def test_a_dead_or_hanging_member_is_skipped(etcd_cluster: Cluster, etcd_url: st
     name = address_of(etcd_url).space
     expected = fill(etcd_cluster.endpoints[0], name)
     with socket.create_server(("127.0.0.1", 0)) as hangs:
-        silent, gone = hangs.getsockname()[1], net.free_port("127.0.0.1")
+        silent, gone = hangs.getsockname()[1], reserve_port()
         places = f"127.0.0.1:{gone},127.0.0.1:{silent},{etcd_cluster.endpoints[1]}"
         assert look(f"etcd://{places}/{name}") == expected
         with pytest.raises(NoQuorum) as caught:
@@ -164,7 +165,7 @@ def certificates(folder: Path) -> None:
 def encrypted(tmp_path: Path) -> Iterator[str]:
     """The URL of a member that requires TLS with client certificates; without the path of our own."""
     certificates(tmp_path)
-    port, peer = net.free_port("127.0.0.1"), net.free_port("127.0.0.1")
+    port, peer = reserve_port(), reserve_port()
     flags = {
         "name": "m",
         "data-dir": f"{tmp_path}/data",

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from tests.ports import reserve_port
 
 import rallypoint
-from rallypoint import net
 from rallypoint.compat.distributed import create_c10d_store
 
 from .torch_processes import AMPLE_S, TorchProcesses
@@ -34,7 +34,7 @@ def join(whose: str, is_server: bool, port: int, world_size: int, rank: int) -> 
     "members", [("ours", "torch's", "torch's", "ours"), ("torch's", "ours", "ours", "torch's"), ("ours",) * 4]
 )
 def test_members_of_both_kinds_meet(torch_processes: TorchProcesses, members: tuple[str, ...]) -> None:
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     calls = [(whose, rank == 0, port, len(members), rank) for rank, whose in enumerate(members)]
     first = torch_processes.start(join, *calls[0])
     others = [torch_processes.start(join, *call) for call in calls[1:]]

@@ -17,6 +17,7 @@ from urllib.request import urlopen
 import pytest
 from tests.etcd.access import USER, WORD, guarded
 from tests.etcd.cluster import Cluster
+from tests.ports import reserve_port
 from tests.raw_peer import read_line, script, until
 
 import rallypoint
@@ -214,7 +215,7 @@ def test_the_exit_barrier_does_not_wait_for_a_lost_agent(make: Make, caplog: Any
 
 
 def test_agents_whose_server_was_killed_meet_at_another(make: Make, caplog: Any) -> None:
-    port = rallypoint.net.free_port("localhost")
+    port = reserve_port()
     one, two = make("2:2", port, node="a"), make("2:2", port, node="b")
     together(one, two)
     with urlopen(f"http://localhost:{port}/about", timeout=AMPLE_S) as page:
@@ -440,7 +441,7 @@ def test_options_of_torchs_own_back_end_are_accepted(make: Make) -> None:
 def test_an_agent_without_a_server_fails_after_its_own_timeout(make: Make) -> None:
     from torch.distributed.elastic.rendezvous import RendezvousConnectionError
 
-    port = rallypoint.net.free_port("localhost")
+    port = reserve_port()
     with pytest.raises(
         RendezvousConnectionError, match=rf"no server at localhost:{port}.* within the timeout of 0\.1 s"
     ):

@@ -20,7 +20,8 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.request import urlopen
 
-from rallypoint import net
+from tests.ports import reserve_port
+
 from rallypoint.deadline import Deadline
 
 from .torch_processes import AMPLE_S, TorchProcess, TorchProcesses, TorchProcessFailed
@@ -117,7 +118,7 @@ class TorchrunAgents:
         self, torch_processes: TorchProcesses, place: Path, port: int | None = None, endpoint: str = ""
     ) -> None:
         self._starts_server = port is None and not endpoint
-        self.port = net.free_port() if port is None else port
+        self.port = reserve_port() if port is None else port
         self.endpoint = endpoint or f"localhost:{self.port}"
         self.agents: list[TorchrunAgent] = []
         self._processes = torch_processes

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.pages import pid_at
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, wait_for_end
 
-from rallypoint import net
 from rallypoint.security.client_security import ClientSecurity
 from rallypoint.security.credentials import OPEN
 
@@ -128,7 +128,7 @@ class Place:
 
     def __init__(self, where: Path) -> None:
         self.where = where
-        self.port = net.free_port("localhost")
+        self.port = reserve_port()
         self.nodes: list[Node] = []
         self.token = ""
         """The token of the server at the port, if it has one."""

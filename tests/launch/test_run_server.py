@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from tests.launch.runs import OPEN_CLIENT
 from tests.pages import pid_at
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, read_line, release, script, until, wait_for_end
 
 import rallypoint
@@ -78,7 +79,7 @@ def listens_at(port: int) -> set[str]:
 
 
 def test_of_two_processes_at_once_one_starts_it_and_both_connect() -> None:
-    port = net.free_port()
+    port = reserve_port()
     with script(FIND, port) as one, script(FIND, port) as two:
         release(one, two)
         assert sorted(read_line(child) for child in (one, two)) == ["1", "2"]
@@ -103,7 +104,7 @@ def test_one_that_runs_is_used() -> None:
 
 def test_who_is_not_the_host_waits_for_who_is() -> None:
     with ExitStack() as stack:
-        port = net.free_port("127.0.0.1")
+        port = reserve_port()
         stores: list[rallypoint.TCPStore] = []
         endpoint = net.Endpoint("127.0.0.1", port)
         thread = threading.Thread(
@@ -125,12 +126,12 @@ def test_one_that_ends_just_then_is_started_again(monkeypatch: pytest.MonkeyPatc
         return None if len(calls) == 1 else serve(*arguments)  # type: ignore[arg-type]
 
     monkeypatch.setattr(master, "serve", found_as_it_ends)
-    with found("127.0.0.1", net.free_port("127.0.0.1")) as (store, _):
+    with found("127.0.0.1", reserve_port()) as (store, _):
         assert len(calls) == 2 and store.add("came", 1) == 1
 
 
 def test_nobody_answers() -> None:
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     with pytest.raises(ConnectFailed, match=f"127.0.0.1:{port}.*nothing listens there"):
         run_server.find_or_start(net.Endpoint("127.0.0.1", port), False, 0.1, OPEN_CLIENT)
 

@@ -22,6 +22,7 @@ import pytest
 from tests.client.test_addresses import Impostor, nobody
 from tests.client.test_cuts import BLOCKED, CASES, await_waiting, measure
 from tests.cutting_proxy import DOWN, HANGS_UP, REFUSES, SILENT, UP, CuttingProxy
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, read_line, script, until
 from tests.served import server_fixture
 
@@ -101,7 +102,7 @@ def test_only_the_relays_own_upstream_is_reached_through_it(server: rallypoint.S
 
 
 def test_a_server_of_this_process_is_reached_directly(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     with CuttingProxy(port) as relay:
         name(monkeypatch, relay.port, port)
         with rallypoint.TCPStore("127.0.0.1", port, is_master=True) as master:
@@ -201,7 +202,7 @@ def test_a_relay_without_a_server_is_skipped_after_a_while(
 
 
 def test_a_client_waits_until_a_real_relay_has_its_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     with rallypoint.Relay(f"tcp://127.0.0.1:{port}") as relay:
         monkeypatch.setenv(VARIABLE, relay.environ[VARIABLE])
         stores: list[rallypoint.Store] = []

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 import pytest
 from click.testing import CliRunner
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, RawPeer, http, may_listen, read_line, script, until, wait_for_end
 from tests.relay.relays import RelayThread
 from tests.served import server_fixture
@@ -96,7 +97,7 @@ def test_it_prints_its_address_and_relays_there(end: int, server: rallypoint.Ser
 
 
 def test_it_listens_before_its_server_does() -> None:
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     with relay(f"tcp://127.0.0.1:{port}") as (_, url, _, _):
         health = http(address(url), b"GET /healthz HTTP/1.0\r\n\r\n").decode()
         assert f"no connection to the server at 127.0.0.1:{port}" in health
@@ -208,7 +209,7 @@ def test_invalid_options_are_refused(options: list[object], says: str) -> None:
 def test_a_taken_port_and_a_relay_of_itself_are_one_line_errors(server: rallypoint.Server) -> None:
     code, said = fails("--upstream", server.url, "--port", server.port)
     assert code == 1 and f"cannot listen on 127.0.0.1:{server.port}: EADDRINUSE" in said and said.count("\n") == 1
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     code, said = fails("--upstream", f"tcp://127.0.0.1:{port}", "--port", port)
     assert code == 1 and f"'tcp://127.0.0.1:{port}' is the address of the relay itself" in said
 

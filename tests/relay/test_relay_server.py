@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 from tests.cutting_proxy import CuttingProxy
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, RawPeer, ServerProcess, until
 from tests.relay.relays import RelayThread, get, relay_process
 from tests.served import server_fixture
@@ -369,7 +370,7 @@ def test_pages(server: rallypoint.Server, relay: RelayThread) -> None:
 
 
 def test_rounds_by_http(relay: RelayThread) -> None:
-    wanted = net.free_port("127.0.0.1")
+    wanted = reserve_port()
     port = json.loads(get(relay.address, f"/rounds/by%20http/3?round=1&port={wanted}", "PUT"))["port"]
     assert port == wanted
     assert get(relay.address, "/rounds/by%20http/4?port=65536", "PUT") == "port out of range: at most 65535\n"

@@ -16,10 +16,10 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
+from tests.ports import reserve_port
 from tests.raw_peer import MIB, RawPeer, http, may_listen, read_line, script, until, wait_for_end
 
 import rallypoint
-from rallypoint import net
 from rallypoint.errors import AddressTaken, ServerFailed
 
 
@@ -126,7 +126,7 @@ def test_a_taken_port_is_reported_before_a_child_starts() -> None:
 def test_a_child_that_ends_is_reported_with_its_own_exit_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     # It closes its descriptors before it exits, like any process; its own code is reported, not our signal.
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", "exec >&- 2>&-; exit 3"))
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     with pytest.raises(ServerFailed, match="ended with 3; it says more on this process's standard error"):
         rallypoint.Server(port=port)
     assert may_listen(port)
@@ -136,7 +136,7 @@ def test_a_child_that_is_not_ready_in_time_is_reported_and_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", executable(tmp_path / "python", "exec sleep 600"))
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     with pytest.raises(ServerFailed, match=r"not ready after 0\.1 s") as caught:
         rallypoint.Server(port=port, start_timeout=0.1)
     with pytest.raises(ProcessLookupError):

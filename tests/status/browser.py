@@ -13,9 +13,8 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S
-
-from rallypoint import net
 
 __all__ = ["Browser", "browser", "browser_is_available"]
 
@@ -84,7 +83,7 @@ class Browser:
 @contextlib.contextmanager
 def browser(place: Path) -> Iterator[Browser]:
     """Run a browser with a fresh profile in the directory; end it in the end."""
-    port = net.free_port("127.0.0.1")
+    port = reserve_port()
     log = place / "chromedriver.log"
     with log.open("wb") as output:
         driver = subprocess.Popen(

@@ -18,6 +18,7 @@ from tests.conformance.calls import Call
 from tests.etcd.access import USER, WORD, base64, guarded, post
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, read_line, script, until
 from tests.replicated.servers import Servers
 
@@ -234,7 +235,7 @@ def test_a_timeout_says_that_the_store_has_no_server(etcd_url: str) -> None:
 @needs_etcd
 def test_connecting_continues_past_a_registered_server_that_is_gone(etcd_cluster: Cluster, etcd_url: str) -> None:
     place, name = etcd_cluster.endpoints[0], address_of(etcd_url).space
-    gone = f"tcp://127.0.0.1:{net.free_port('127.0.0.1')}"
+    gone = f"tcp://127.0.0.1:{reserve_port()}"
     value = base64(json.dumps({"url": gone}))
     post(place, "/v3/kv/put", {"key": base64(f"{name}/servers/1"), "value": value})
     call = Call(lambda: connect(etcd_url, AMPLE_S)).blocked()
@@ -244,7 +245,7 @@ def test_connecting_continues_past_a_registered_server_that_is_gone(etcd_cluster
 
 
 def test_an_unreachable_etcd_raises_no_quorum() -> None:
-    gone = net.free_port("127.0.0.1")
+    gone = reserve_port()
     with pytest.raises(NoQuorum, match=f"127.0.0.1:{gone}: refused"):
         connect(f"etcd://127.0.0.1:{gone}/x", 0.2)
     with pytest.raises(NoQuorum, match=f"127.0.0.1:{gone}: refused"):

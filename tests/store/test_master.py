@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 
 import pytest
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, read_line, release, script, until, wait_for_end
 from tests.raw_peer import http as ask_http
 from tests.served import server_fixture
@@ -97,7 +98,7 @@ def test_masters_of_one_process_share_a_server() -> None:
 
 
 def test_two_masters_that_start_at_the_same_moment_share_one_server() -> None:
-    port = net.free_port(HOST)
+    port = reserve_port()
     with script(MASTER, port) as one, script(MASTER, port) as two:
         release(one, two)
         assert sorted(read_line(child) for child in (one, two)) == [f"hosts {port}", f"shares {port}"]

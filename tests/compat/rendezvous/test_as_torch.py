@@ -19,9 +19,9 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from tests.ports import reserve_port
 
 import rallypoint
-from rallypoint import net
 from rallypoint.compat import rendezvous
 
 pytestmark = pytest.mark.needs("torch")
@@ -422,7 +422,7 @@ def test_a_lost_server_under_torchs_client_is_a_connection_error() -> None:
 @pytest.mark.parametrize("ours_first", [True, False])
 def test_either_can_join_a_store_that_the_other_hosts(stack: ExitStack, ours_first: bool) -> None:
     """Either would host the store: the address is this machine's."""
-    endpoint = f"{HOST}:{net.free_port(HOST)}"
+    endpoint = f"{HOST}:{reserve_port()}"
     modules = [(rendezvous, rendezvous), (theirs(), theirs(".c10d_rendezvous_backend"))]
     made = []
     for api, backend in modules if ours_first else modules[::-1]:
@@ -446,7 +446,7 @@ def test_torchs_own_handler_runs_on_our_backend() -> None:
 
 
 def test_torch_s_static_rendezvous_joins_ours(stack: ExitStack) -> None:
-    port = net.free_port(HOST)
+    port = reserve_port()
     ours = rendezvous.StaticTCPRendezvous(HOST, port, 0, 2, "run", 60)
     here = ours.next_rendezvous()
     assert ours._store is not None

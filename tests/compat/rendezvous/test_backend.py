@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import reserve_port
 
 import rallypoint
 from rallypoint import net
@@ -176,7 +177,7 @@ def test_a_lost_server_is_a_connection_error() -> None:
 
 
 def test_the_first_creator_at_its_own_address_hosts_and_later_ones_join(create: Create) -> None:
-    endpoint = f"{HOST}:{net.free_port(HOST)}"
+    endpoint = f"{HOST}:{reserve_port()}"
     first, hosted = create(endpoint)
     second, joined = create(endpoint, is_host="true", read_timeout="7")
     third, client = create(f" {endpoint} ", is_host="0")
@@ -204,7 +205,7 @@ def test_an_endpoint_without_port_uses_the_default_port(monkeypatch: pytest.Monk
 
 def test_a_client_without_a_host_fails_to_connect() -> None:
     with pytest.raises(RendezvousConnectionError, match=r"by the option 'is_host', .* a client.*nothing listens"):
-        create_backend(parameters(f"{HOST}:{net.free_port(HOST)}", is_host=False, read_timeout=1))
+        create_backend(parameters(f"{HOST}:{reserve_port()}", is_host=False, read_timeout=1))
 
 
 def test_hosting_at_a_foreign_address_is_refused() -> None:
@@ -258,7 +259,7 @@ def test_invalid_backend_options_are_refused(options: dict[str, Any], says: str)
 
 
 def test_a_refused_run_id_leaves_no_server_behind() -> None:
-    port = net.free_port(HOST)
+    port = reserve_port()
     with pytest.raises(ValueError, match="run id") as caught:
         create_backend(parameters(f"{HOST}:{port}", ""))
     net.listen([HOST], port)[0].close()
@@ -285,7 +286,7 @@ def line_of(node: subprocess.Popen[str]) -> str:
 
 @pytest.mark.parametrize("host", [HOST, "localhost", "[::1]"])
 def test_one_of_two_competing_processes_hosts(host: str) -> None:
-    endpoint = f"{host}:{net.free_port(host.strip('[]'))}"
+    endpoint = f"{host}:{reserve_port()}"
     with ExitStack() as stack:
         nodes = []
         for _ in range(2):

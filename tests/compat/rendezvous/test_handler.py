@@ -22,9 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.ports import reserve_port
 from tests.store_kinds import AMPLE_S, Open, together
 
-from rallypoint import HashStore, PrefixStore, Server, TCPStore, net
+from rallypoint import HashStore, PrefixStore, Server, TCPStore
 from rallypoint.compat.rendezvous import (
     C10dRendezvousBackend,
     DynamicRendezvousHandler,
@@ -634,7 +635,7 @@ def test_a_rank_0_that_leaves_before_publishing_its_server_is_not_awaited(
 
 def test_the_registry_creates_a_dynamic_handler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(UNSHARED, "1")
-    endpoint = f"{HOST}:{net.free_port(HOST)}"
+    endpoint = f"{HOST}:{reserve_port()}"
     handlers = [get_rendezvous_handler(parameters(endpoint, 2, 2)) for _ in range(2)]
     assert handlers[0].get_backend() == "c10d"
     infos = meet(*handlers)
@@ -648,7 +649,7 @@ def test_the_registry_creates_a_dynamic_handler(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.needs("torch")
 def test_torchs_agents_launch_workers_with_it() -> None:
     """Two agents with a worker each, which add up their ranks by gloo; an agent that hangs is killed."""
-    program, endpoint = Path(__file__).with_name("agent.py"), f"{HOST}:{net.free_port(HOST)}"
+    program, endpoint = Path(__file__).with_name("agent.py"), f"{HOST}:{reserve_port()}"
     command = [sys.executable, str(program), endpoint]
     agents = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)

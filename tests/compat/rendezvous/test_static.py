@@ -7,9 +7,9 @@ from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from tests.ports import reserve_port
 
 import rallypoint
-from rallypoint import net
 from rallypoint.compat.rendezvous import (
     RendezvousInfo,
     RendezvousParameters,
@@ -45,7 +45,7 @@ def static(endpoint: str, max_nodes: int = 2, **options: Any) -> RendezvousParam
 
 
 def test_rank_0_hosts_and_all_meet_under_the_run_id(nodes: ExitStack) -> None:
-    port = net.free_port(HOST)
+    port = reserve_port()
     host, joiner = (StaticTCPRendezvous(HOST, port, rank, 2, "run", AMPLE_S) for rank in (0, 1))
     first, second = meet(nodes, host), meet(nodes, joiner)
     assert [(info.rank, info.world_size) for info in (first, second)] == [(0, 2), (1, 2)]
@@ -73,7 +73,7 @@ def test_an_existing_server_of_ours_is_shared(nodes: ExitStack) -> None:
 
 def test_a_missing_host_raises_the_store_s_error() -> None:
     with pytest.raises(rallypoint.ConnectFailed):
-        StaticTCPRendezvous(HOST, net.free_port(HOST), 1, 2, "run", 1).next_rendezvous()
+        StaticTCPRendezvous(HOST, reserve_port(), 1, 2, "run", 1).next_rendezvous()
 
 
 def test_a_static_handler_is_configured_by_its_parameters() -> None:
