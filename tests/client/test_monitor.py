@@ -3,6 +3,9 @@ session."""
 
 from __future__ import annotations
 
+import socket
+import threading
+
 import pytest
 from tests.client.sessions import connection_of
 from tests.cutting_proxy import UP, CuttingProxy
@@ -82,3 +85,49 @@ def test_an_idle_client_keeps_its_lease_over_any_number_of_cuts(monkeypatch: pyt
             cut_and_reconnect(cutter, idle)
         assert store.get("mine") == b"v"
         assert idle.add("n", 1) == 1
+
+
+class ClosedMeanwhile(socket.socket):
+    """A socket that another thread closes as soon as it was asked for its descriptor."""
+
+    asked = 0
+
+    def fileno(self) -> int:
+        self.asked += 1
+        return super().fileno() if self.asked == 1 else -1
+
+
+class CutSession:
+    """A session whose connection the peer has closed, as the monitor sees it."""
+
+    heartbeat_s = float("inf")
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.reconnected = threading.Event()
+
+    def monitor_state(self) -> tuple[socket.socket | None, bool] | None:
+        return None if self.reconnected.is_set() else (self.sock, True)
+
+    def reconnect(self, sock: socket.socket) -> None:
+        assert sock is self.sock
+        self.reconnected.set()
+
+    def unresponsive_socket(self) -> socket.socket | None:
+        return None
+
+    def check_hang(self, sock: socket.socket) -> None: ...
+
+    def read_idle(self) -> None: ...
+
+    def send_heartbeat(self) -> bool:
+        return True
+
+
+def test_a_socket_closed_while_it_is_registered_does_not_end_the_monitor() -> None:
+    ours, peer = socket.socketpair()
+    peer.close()
+    with ClosedMeanwhile(fileno=ours.detach()) as sock:
+        session = CutSession(sock)
+        monitor.ConnectionMonitor().watch(session)
+        assert session.reconnected.wait(DEADLINE_S)

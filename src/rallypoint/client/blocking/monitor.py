@@ -98,9 +98,10 @@ class ConnectionMonitor:
                 self._check_hang(number, monitored)
                 if judges:
                     _cut_if_vanished(sock)
+                descriptor = sock.fileno()
                 try:
-                    poller.register(sock, _HUNG_UP | (select.POLLIN if listens else 0))
-                    watched[sock.fileno()] = (number, reference, sock)
+                    poller.register(descriptor, _HUNG_UP | (select.POLLIN if listens else 0))
+                    watched[descriptor] = (number, reference, sock)
                 except ValueError:  # closed by another thread
                     self._reconnect(number, monitored, sock)
             monitored = None  # so that its owner can release it meanwhile
