@@ -58,7 +58,11 @@ class Node:
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCH"))}
         given = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
         self.child = subprocess.Popen(
-            command, cwd=where, env={**environment, "TMPDIR": str(where), **more}, stdin=subprocess.DEVNULL, **given
+            command,
+            cwd=where,
+            env={**environment, "TMPDIR": str(where), "PYTHONFAULTHANDLER": "1", **more},
+            stdin=subprocess.DEVNULL,
+            **given,
         )
         self._readers = [
             threading.Thread(target=self._read, args=(name, stream), daemon=True)
@@ -113,10 +117,28 @@ class Node:
 
     def end(self) -> int:
         """Wait for its end, and for all of its lines; return the exit code."""
-        code = self.child.wait(AMPLE_S)
+        try:
+            code = self.child.wait(AMPLE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"no end after {AMPLE_S:g} s:\n{self._autopsy()}") from None
         for reader in self._readers:
             reader.join(AMPLE_S)
         return code
+
+    def _autopsy(self) -> str:
+        """End the agent, its workers first, and return the stacks of their threads among its lines."""
+        commands = {}
+        for pid in sorted(processes_of(self.child.pid), reverse=True):
+            with contextlib.suppress(OSError):  # it has just ended
+                commands[pid] = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        for pid, command in commands.items():
+            if " -I " not in command:  # servers and relays ignore PYTHONFAULTHANDLER
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGABRT)
+                wait_for_end(pid)
+        for reader in self._readers:
+            reader.join(AMPLE_S)
+        return "\n".join([*(f"{pid}: {command[:200]}" for pid, command in commands.items()), self.text()])
 
     def events(self) -> list[dict[str, Any]]:
         """Read standard error as JSON, a line an event."""
