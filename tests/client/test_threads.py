@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from tests.client.sessions import session_of
+from tests.client.sessions import connection_of, session_of
 from tests.conformance.calls import blocking_calls
 from tests.cutting_proxy import DOWN, CuttingProxy
 from tests.outage_log import DEADLINE_S, await_waiting, until
@@ -51,6 +51,45 @@ def test_a_reader_that_ends_wakes_another_reader(server: rallypoint.Server, stor
             for number, one in enumerate(waiting):
                 other.set(f"k {number}", "v")
                 assert one.result(DEADLINE_S) == b"v"
+
+
+class TakenUnnoticed:
+    """A lock that another thread has taken right after it was checked: it looks free."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._lock.acquire()
+        self.acquire, self.release = self._lock.acquire, self._lock.release
+        self.tried = threading.Event()
+
+    def locked(self) -> bool:
+        self.tried.set()
+        return False
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+
+def test_a_reader_does_not_wait_for_a_thread_that_sends(server: rallypoint.Server, store: rallypoint.Store) -> None:
+    """That thread may wait for the server, and the server for a thread that reads."""
+    sending = TakenUnnoticed()
+    with (
+        ThreadPoolExecutor(1) as pool,
+        rallypoint.connect(server.url, timeout=DEADLINE_S) as other,
+        store.watch("w") as watch,
+    ):
+        connection_of(store).send_lock = sending  # type: ignore[assignment]
+        lone = pool.submit(store.add, "n", 1)
+        try:
+            assert sending.tried.wait(DEADLINE_S)
+            other.set("w", "v")
+            assert watch.next(timeout=DEADLINE_S).value == b"v"
+        finally:
+            sending.release()
+        assert lone.result(DEADLINE_S) == 1
 
 
 @pytest.mark.parametrize("read_by_another", [False, True])

@@ -242,8 +242,8 @@ class ReaderElection:
         with self._connection.lock:
             self._deliver(replies)
 
-    def hand_back(self) -> None:
-        """Let other threads read again after a reconnect."""
+    def step_back(self) -> None:
+        """As the reader, let other threads read instead."""
         self.reader = None
         self.wake_another()
 

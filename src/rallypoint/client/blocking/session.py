@@ -10,8 +10,8 @@ what it granted. The exceptions are in `_parked`: calls on shared objects that t
 stay, and the same call may go on waiting. Cuts and outages themselves are the business of `supervisor.py`.
 
 - The locks, their order, and what each protects: `shared_connection.py`. A lone call takes `lock` to become the reader,
-  `send_lock` to send, and `lock` to settle its reply, one at a time. Others hold `lock` within `send_lock`, to number
-  their requests.
+  `send_lock` to send, and `lock` to settle its reply, one at a time; it never waits for `send_lock`. Others hold `lock`
+  within `send_lock`, to number their requests.
 - `_connection`, `_election`, `_supervisor` and `_parked` belong to one process. A forked child leaves them, with any
   locks that its parent's threads held at that moment, and opens a session of its own with its first call. `_forks` says
   whose they are, and is written last; `_fork_lock` lets one thread of the child do it.
@@ -50,6 +50,9 @@ GOODBYE_S = 1.0
 
 CONFIRM_S = 0.1
 """How long to wait for a turn to confirm replies; the next request confirms them, too."""
+
+_AT_ONCE = (False,)
+"""Arguments of one attempt to take a lock without waiting."""
 
 _forks = 0
 """The number of forks between this process and the one that imported this module."""
@@ -136,9 +139,8 @@ class ClientSession:
             with connection.lock:
                 if election.reader is None and not connection.send_lock.locked():
                     election.reader = token
-            if election.reader is token:
-                reply = self._ask_as_reader(token, op, wait_s, left)
-            else:
+            reply = self._ask_as_reader(token, op, wait_s, left) if election.reader is token else None
+            if reply is None:
                 reply = self._ask_as_follower(op, wait_s, left)
         except ServerDown as down:
             if left:
@@ -153,18 +155,29 @@ class ClientSession:
                 election.wake_another()
         return reply.result if reply.status == ReplyStatus.OK else self._failed(reply)
 
-    def _ask_as_reader(self, me: object, op: ops.Op, wait_s: float | None, left: int | None) -> Reply:
-        """Send a request and read its reply, as the reader."""
+    def _ask_as_reader(self, me: object, op: ops.Op, wait_s: float | None, left: int | None) -> Reply | None:
+        """Send a request and read its reply, as the reader; or step back, and return None, if another thread sends.
+
+        It may send until the server, which waits for us to read, reads on: the reader must not wait for its turn.
+        """
         connection, election, number = self._connection, self._election, 0
+        turn: list[bool] = []
         try:
-            with connection.send_lock:  # and we are the reader: no other thread uses the core
+            try:
+                turn.extend(map(connection.send_lock.acquire, _AT_ONCE))  # as in `SharedConnection.in_turn`
+                if not turn[0]:
+                    election.step_back()
+                    return None
                 if connection.over is not None:
                     connection.check_open()
-                core = connection.core
+                core = connection.core  # we send and read: no other thread uses it
                 number = core.number
                 until = time.monotonic() + wait_s if wait_s else None
                 connection.send(core.ask(op, until))
                 socket_reader = connection.socket_reader
+            finally:
+                if True in turn:
+                    connection.send_lock.release()
             data = socket_reader.read_soon()
             if data:
                 with connection.lock:

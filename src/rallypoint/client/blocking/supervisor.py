@@ -192,7 +192,7 @@ class ConnectionSupervisor:
             outage.end()
         else:
             sock.close()  # closed meanwhile
-        self.election.hand_back()
+        self.election.step_back()
         return True
 
     def give_up(self, error: Exception) -> None:
@@ -202,4 +202,4 @@ class ConnectionSupervisor:
             error.socket.close()
         self.election.end(session_error(error, connection.peer, connection.grace_s))
         connection.outage = None
-        self.election.hand_back()
+        self.election.step_back()
