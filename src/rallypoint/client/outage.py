@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 
 from rallypoint.client.routing.dial import ForeignServer
+from rallypoint.core import ops
 from rallypoint.core.machines.machine import Disconnected
 from rallypoint.deadline import Deadline
 from rallypoint.errors import (
@@ -42,6 +43,7 @@ __all__ = [
     "CallDeadline",
     "ServerDown",
     "WithoutQuorum",
+    "operation_name",
     "patience_s",
     "report_denied",
     "session_error",
@@ -84,6 +86,11 @@ class WithoutQuorum(Disconnected):
 def patience_s(timeout_s: float) -> float:
     """Return how long the server may take to reply, beyond the requested wait, for a store with this timeout."""
     return max(timeout_s, LEAST_PATIENCE_S)
+
+
+def operation_name(op: ops.Op) -> str:
+    """Return the name of an operation for errors; a call on a shared object is named after the object's kind."""
+    return op.command.machine.kind if isinstance(op, ops.Act) else op.verb
 
 
 class CallDeadline(Deadline):

@@ -12,12 +12,11 @@ Rejected: that every agent watches all leases. Each of n agents would receive n 
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from rallypoint.errors import RallypointError, StoreTimeout
+from rallypoint.launch.changes import changes_of
 from rallypoint.recipes.join_args import quoted
 from rallypoint.store.base import Lease, Store, Watch
 
@@ -70,11 +69,8 @@ class AgentLiveness:
             self._watch = None
 
     def _listen(self, watch: Watch, others: frozenset[str]) -> None:
-        with contextlib.suppress(RallypointError):
-            while True:
-                with contextlib.suppress(StoreTimeout):
-                    change = watch.next()
-                    node = change.key.removeprefix(self._prefix)
-                    if change.value is None and node in others and watch is self._watch:
-                        self.silent.append(node)
-                        self._wake()
+        for change in changes_of(watch):
+            node = change.key.removeprefix(self._prefix)
+            if change.value is None and node in others and watch is self._watch:
+                self.silent.append(node)
+                self._wake()

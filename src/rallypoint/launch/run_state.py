@@ -21,16 +21,15 @@ failure, so a late agent would still be wrong, and the other agents have acted o
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from rallypoint.deadline import Deadline
-from rallypoint.errors import RallypointError, StoreTimeout
+from rallypoint.launch.changes import changes_of
 from rallypoint.launch.failures import Failure
 from rallypoint.recipes.join_args import quoted
-from rallypoint.store.base import Lease, Store
+from rallypoint.store.base import Lease, Store, Watch
 
 __all__ = ["RunState"]
 
@@ -168,13 +167,10 @@ class RunState:
             target=self._forward_notifications, args=(watch,), name=f"{what} of a run", daemon=True
         ).start()
 
-    def _forward_notifications(self, watch: Any) -> None:
-        with contextlib.suppress(RallypointError):
-            while True:
-                with contextlib.suppress(StoreTimeout):
-                    watch.next()
-                    self.notified = True
-                    self._on_notify()
+    def _forward_notifications(self, watch: Watch) -> None:
+        for _ in changes_of(watch):
+            self.notified = True
+            self._on_notify()
 
 
 def _progress(text: bytes) -> tuple[int | None, int]:

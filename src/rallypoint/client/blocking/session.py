@@ -33,7 +33,7 @@ from rallypoint.client.blocking.pending_call import IGNORE_ANSWER, PendingCall
 from rallypoint.client.blocking.session_watch import SessionWatch
 from rallypoint.client.blocking.shared_connection import SharedConnection
 from rallypoint.client.blocking.supervisor import ConnectionSupervisor
-from rallypoint.client.outage import CallDeadline, ServerDown, patience_s
+from rallypoint.client.outage import CallDeadline, ServerDown, operation_name, patience_s
 from rallypoint.client.routing.dial import dial
 from rallypoint.client.routing.route import Route
 from rallypoint.core import ops
@@ -51,8 +51,7 @@ GOODBYE_S = 1.0
 CONFIRM_S = 0.1
 """How long to wait for a turn to confirm replies; the next request confirms them, too."""
 
-_AT_ONCE = (False,)
-"""Arguments of one attempt to take a lock without waiting."""
+_AT_ONCE = (False,)  # arguments of one attempt to take a lock
 
 _forks = 0
 """The number of forks between this process and the one that imported this module."""
@@ -140,8 +139,7 @@ class ClientSession:
                 if election.reader is None and not connection.send_lock.locked():
                     election.reader = token
             reply = self._ask_as_reader(token, op, wait_s, left) if election.reader is token else None
-            if reply is None:
-                reply = self._ask_as_follower(op, wait_s, left)
+            reply = reply or self._ask_as_follower(op, wait_s, left)
         except ServerDown as down:
             if left:
                 raise
@@ -156,16 +154,13 @@ class ClientSession:
         return reply.result if reply.status == ReplyStatus.OK else self._failed(reply)
 
     def _ask_as_reader(self, me: object, op: ops.Op, wait_s: float | None, left: int | None) -> Reply | None:
-        """Send a request and read its reply, as the reader; or step back, and return None, if another thread sends.
-
-        It may send until the server, which waits for us to read, reads on: the reader must not wait for its turn.
-        """
+        """Send a request and read its reply, as the reader; or step back, and return None, if another thread sends."""
         connection, election, number = self._connection, self._election, 0
         turn: list[bool] = []
         try:
             try:
                 turn.extend(map(connection.send_lock.acquire, _AT_ONCE))  # as in `SharedConnection.in_turn`
-                if not turn[0]:
+                if not turn[0]:  # that thread may wait for the server, and the server for a reader
                     election.step_back()
                     return None
                 if connection.over is not None:
@@ -189,7 +184,7 @@ class ClientSession:
             pending = connection.pending[number] = PendingCall(number)
             patience = CallDeadline(self.patience_s, wait_s)
             election.read_on(socket_reader, data, pending, patience)
-            return election.answer(pending, _verb(op), patience)
+            return election.answer(pending, operation_name(op), patience)
         except BaseException as error:
             if election.reader is me and not isinstance(error, RallypointError):
                 connection.cut()
@@ -200,8 +195,8 @@ class ClientSession:
         """Send a request, and wait for its reply while another thread reads, or until we become the reader."""
         pending, patience = PendingCall(), CallDeadline(self.patience_s, wait_s)
         try:
-            self._connection.submit([(op, pending)], _verb(op), patience, patience.own_at if wait_s else None)
-            return self._election.answer(pending, _verb(op), patience)
+            self._connection.submit([(op, pending)], operation_name(op), patience, patience.own_at if wait_s else None)
+            return self._election.answer(pending, operation_name(op), patience)
         except BaseException as error:
             self._unanswered(error, pending.number, left)
             raise
@@ -236,7 +231,7 @@ class ClientSession:
         if pending is None:
             return self.ask(op, op.timeout_s, call)
         try:
-            reply = election.answer(pending, _verb(op), CallDeadline(self.patience_s, op.timeout_s))
+            reply = election.answer(pending, operation_name(op), CallDeadline(self.patience_s, op.timeout_s))
         except BaseException as error:
             self._unanswered(error, pending.number, call)
             raise
@@ -304,8 +299,3 @@ class ClientSession:
     def __del__(self, at_the_end: Callable[[], bool] = sys.is_finalizing) -> None:
         if not at_the_end() and "_supervisor" in self.__dict__ and self._connection.over is None:
             self.close()
-
-
-def _verb(op: ops.Op) -> str:
-    """Return the name of an operation in errors."""
-    return op.command.machine.kind if isinstance(op, ops.Act) else op.verb

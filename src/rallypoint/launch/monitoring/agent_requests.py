@@ -23,8 +23,9 @@ from msgspec import Meta
 from rallypoint.core.stacks import RankStack
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError, StoreTimeout
+from rallypoint.launch.changes import changes_of
 from rallypoint.recipes.join_args import quoted
-from rallypoint.store.base import Store
+from rallypoint.store.base import Store, Watch
 from rallypoint.store.prefix import with_prefix
 
 __all__ = [
@@ -90,13 +91,11 @@ class RequestListener:
             )
             thread.start()
 
-    def _listen(self, store: Store, node: str, watch: object) -> None:
-        with contextlib.suppress(RallypointError):
-            while True:
-                with contextlib.suppress(StoreTimeout):
-                    change = watch.next()  # type: ignore[attr-defined]
-                    if change.value is not None:
-                        self._receive(store, node, change.key.rpartition(":")[2], change.value)
+    def _listen(self, store: Store, node: str, watch: Watch) -> None:
+        for change in changes_of(watch):
+            if change.value is not None:
+                with contextlib.suppress(RallypointError):  # the answer does not reach the store; the next one may
+                    self._receive(store, node, change.key.rpartition(":")[2], change.value)
 
     def _receive(self, store: Store, node: str, number: str, data: bytes) -> None:
         try:
