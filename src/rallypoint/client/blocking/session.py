@@ -155,8 +155,7 @@ class ClientSession:
 
     def _ask_as_reader(self, me: object, op: ops.Op, wait_s: float | None, left: int | None) -> Reply | None:
         """Send a request and read its reply, as the reader; or step back, and return None, if another thread sends."""
-        connection, election, number = self._connection, self._election, 0
-        turn: list[bool] = []
+        connection, election, number, turn = self._connection, self._election, 0, list[bool]()
         try:
             try:
                 turn.extend(map(connection.send_lock.acquire, _AT_ONCE))  # as in `SharedConnection.in_turn`
