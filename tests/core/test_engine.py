@@ -185,7 +185,7 @@ class RandomOperations(RuleBasedStateMachine):
     def go_on(self) -> None:
         self.clear(lambda: self.call(self.engine.continue_delete))
 
-    @precondition(lambda self: self.engine.has_read_work)
+    @precondition(lambda self: self.engine.read_work)
     @rule()
     def answer_reads(self) -> None:
         self.call(self.engine.continue_reads)
@@ -328,7 +328,7 @@ class RandomOperations(RuleBasedStateMachine):
         self.call(self.engine.end, owner)
         while owner in self.engine.clearing:  # unlike a session, this owner may return
             self.go_on()
-        while self.engine.has_read_work:
+        while self.engine.read_work:
             self.call(self.engine.continue_reads)
         assert owner not in self.engine._held and owner not in self.engine._reading
         assert owner not in self.engine._leased
@@ -366,7 +366,7 @@ class RandomOperations(RuleBasedStateMachine):
         gates = {w for gate in engine._barriers.values() for waiters in gate.values() for w in waiters}
         assert gates == {waiter for waiter in self.registered if waiter.want is WaitKind.COUNT}
         over = [waiter for waiter in self.waiters if waiter not in self.registered]
-        assert not over or engine.clearing or engine.has_read_work, "their answers follow"
+        assert not over or engine.clearing or engine.read_work, "their answers follow"
         clearing = {waiter for waiter in self.waiters if waiter.want is WaitKind.CLEARED}
         assert {one for one in engine.clearing if isinstance(one, Waiter)} == clearing
         assert {turn for turns in engine._turns.values() for turn in turns} == set(self.turns)
@@ -427,7 +427,7 @@ class RandomOperations(RuleBasedStateMachine):
         self.engine.slice_keys = 1 << 62
         for owner in ("ann", "bob", "cyd"):
             self.engine.end(owner)
-        while self.engine.clearing or self.engine.has_read_work:
+        while self.engine.clearing or self.engine.read_work:
             self.engine.continue_delete()
             self.engine.continue_reads()
         self.engine.execute(ops.DeletePrefix(0, b""))

@@ -132,6 +132,19 @@ def test_a_snapshot_contains_the_same_bytes_and_is_restored_in_parts() -> None:
     assert value.__class__ is LongValue and bytes(value) == FIRST + b"x"
 
 
+def test_a_number_is_the_same_before_and_after_a_snapshot() -> None:
+    """It may be behind more blanks than the first part has, which a restored value has as a whole."""
+
+    def applied(restore: bool) -> object:
+        state = State()
+        state.apply(OpenSession(b"a" * 16, "a", 0, []))
+        state.apply(SessionRequest(1, ops.Set(1, b"/k", b" " * LONG_BYTES)))
+        state.apply(SessionRequest(1, ops.Append(2, b"/k", b"5")))
+        return (read(list(write(state))) if restore else state).apply(SessionRequest(1, ops.Add(3, b"/k", 1)))
+
+    assert repr(applied(False)) == repr(applied(True))
+
+
 @pytest.mark.parametrize(
     "answer", [lambda v: v, lambda v: (v,), lambda v: [b"", v, None] * 9, lambda v: Swap(False, v)]
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -67,6 +68,42 @@ class QueueHarness:
 
 
 on_a_queue = in_loop_with(QueueHarness)
+
+
+class ConfirmingLog(FakeLog):
+    """A log whose reads must be confirmed, as in etcd."""
+
+    confirms = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[Callable[[BaseException | None], None]] = []
+
+    def confirm(self, done: Callable[[BaseException | None], None]) -> None:
+        self.asked.append(done)
+
+
+class ConfirmingQueue(QueueHarness):
+    """A queue on such a log."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.log: ConfirmingLog = ConfirmingLog()
+        self.queue = CommitQueue(self.log, self.failures.append, MAX_BYTES)
+
+
+@in_loop_with(ConfirmingQueue)
+async def test_reads_that_a_refused_commit_was_to_confirm_wait_for_another(harness: ConfirmingQueue) -> None:
+    """A deposed leader may be refused for lack of room, and must not answer from its state."""
+    writer, reader = harness.client(), harness.client()
+    harness.log.error = disk_full()
+    writer.change("a")
+    reader.read("b")
+    await settle()
+    assert writer.refused == ["a"] and reader.ran == []
+    harness.log.asked.pop()(None)
+    await settle()
+    assert reader.ran == ["b"] and harness.queue.idle
 
 
 # Order

@@ -14,7 +14,17 @@ from tests.server.peers import FakeTransport, NativePeer, settle
 
 from rallypoint import net
 from rallypoint.core import ops
+from rallypoint.core.entries import (
+    ContinueDelete,
+    DetachOwner,
+    EndSession,
+    Entry,
+    OpenNamespace,
+    OpenSession,
+    SessionRequest,
+)
 from rallypoint.core.machines import lock
+from rallypoint.core.state import SLICE_KEYS
 from rallypoint.relay.round_ports import close_at_server
 from rallypoint.security.client_security import ClientSecurity
 from rallypoint.security.credentials import OPEN
@@ -75,6 +85,30 @@ async def test_a_later_round_replaces_the_earlier_one(server: StoreServer, log: 
     assert facts["namespaces"] == {"run": {"round": 7, "scope": 2, "sessions": 1, "keys": 0}}
     assert facts["rounds"] == 1 and len(facts["sessions"]) == 2, "the page shows who is in a round, too"
     assert await everybody.asked(ops.Count(1, b"")) == 0
+
+
+@both
+async def test_a_round_replaced_in_the_middle_of_a_change_leaves_no_work(
+    server: StoreServer, log: FakeLog | None
+) -> None:
+    """The end of a session deletes its leases in slices; the next round begins before the last of them."""
+    server.submit(OpenNamespace("run", 1, None))
+    server.submit(OpenSession(b"s" * 16, "client", 1, []))
+    for number in range(SLICE_KEYS + 1):
+        server.submit(SessionRequest(1, ops.SetLease(number + 1, b"/%d" % number, b"v", 0.0)))
+    await settle()
+    engine, slices, apply = server.state.namespaces[1].engine, list[Entry](), server.state.apply
+
+    def counting(entry: Entry) -> Any:
+        slices.extend([entry] if isinstance(entry, ContinueDelete) else [])
+        return apply(entry)
+
+    server.state.apply = counting  # type: ignore[method-assign]
+    server.submit(DetachOwner(1))
+    server.submit(EndSession(1))
+    server.submit(OpenNamespace("run", 2, None))
+    await settle()
+    assert len(slices) <= 1 and not engine.clearing
 
 
 @both

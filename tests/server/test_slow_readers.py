@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 import pytest
-from tests.server.fake_log import FakeLog, on_log
+from tests.server.fake_log import FakeLog, in_memory, on_log
 from tests.server.peers import FakeTransport, NativePeer, TorchPeer, settle
 
 from rallypoint.core import ops
@@ -220,6 +220,19 @@ async def test_repeated_pushes_wait_for_the_client_to_read(server: StoreServer, 
     assert again.most < MOST
     await writer.asked(ops.Set(23, b"/w/21", b"newer"))
     assert (await again.reads())[1] == 22
+
+
+@in_memory()
+async def test_a_push_caused_by_a_request_follows_the_pushes_before_it(server: StoreServer, log: None) -> None:
+    """A client that reads again gets the pushes that waited, and its waiting requests are executed."""
+    writer, peer = await store_large(server), await ours(server)
+    await peer.asked(ops.WatchPrefix(1, b"/w/"))
+    peer.asks(ops.Get(2, b"/large", 0.0))  # unread: from here on, pushes and requests wait
+    peer.connection.data_received(b"".join(frame(ops.Set(3 + number, b"/w/own", b"v")) for number in range(10)))
+    for number in range(10):
+        await writer.asked(ops.Set(2 + number, b"/w/%d" % number, b"theirs"))
+    received = [await peer.reads() for _ in range(1 + 10 + 20)]
+    assert [push for number, push, _ in received if not number] == list(range(1, 21))
 
 
 # A slow disk

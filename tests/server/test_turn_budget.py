@@ -216,7 +216,7 @@ def test_many_waits_that_end_at_once_are_answered_in_slices(
         value = {"get": [b"v"], "two keys": [b"v", b""]}.get(kind)
         assert replies == [[number, 0, value] for number in range(1, MANY + 1)]
         engine = server.state.namespaces[0].engine
-        assert not engine.memory.parked and not engine.has_read_work and not engine.clearing
+        assert not engine.memory.parked and not engine.read_work and not engine.clearing
         await server.close()
 
     asyncio.run(asyncio.wait_for(run(), AMPLE_S))
@@ -242,6 +242,29 @@ def test_waits_that_are_over_stay_so_if_the_key_is_deleted_before_their_answers(
     asyncio.run(asyncio.wait_for(run(), AMPLE_S))
 
 
+@pytest.mark.parametrize("kept", ["memory", "log"])
+def test_waits_that_go_on_for_other_keys_do_not_hold_up_those_that_are_over(
+    kept: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The slice that the change itself answers has no answer in it: nothing but the rest of the work is left."""
+    monkeypatch.setattr(state_module, "SLICE_KEYS", 4)
+
+    async def run() -> None:
+        server = use_turns(StoreServer(Settings(), FakeLog() if kept == "log" else None), AmpleTurns())
+        await server.open([])
+        heavy, other = await native_peer(server), await native_peer(server)
+        await other.asked(ops.Set(1, b"/here", b""))
+        second = {number: b"/here" if number <= MANY // 2 else b"/missing" for number in range(1, MANY + 1)}
+        heavy.asks(*(ops.Wait(number, [b"/k", key], AMPLE_S) for number, key in second.items()))
+        assert await heavy.asked(ops.Ping(MANY + 1)) is None
+        other.asks(ops.Set(2, b"/k", b"v"))
+        replies = sorted([await heavy.reads() for _ in range(MANY // 2)])
+        assert replies == [[number, 0, None] for number in range(1, MANY // 2 + 1)]
+        await server.close()
+
+    asyncio.run(asyncio.wait_for(run(), AMPLE_S))
+
+
 def test_a_session_with_many_reads_ends_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state_module, "SLICE_KEYS", 4)
 
@@ -260,7 +283,7 @@ def test_a_session_with_many_reads_ends_in_slices(monkeypatch: pytest.MonkeyPatc
             left.append(engine.memory.parked // each)
         assert max(before - after for before, after in pairwise(left)) <= 4
         assert not server.state.sessions and not server.clock.deadlines
-        assert not engine.has_read_work and not engine.statistics().waiters
+        assert not engine.read_work and not engine.statistics().waiters
         await server.close()
 
     asyncio.run(asyncio.wait_for(run(), AMPLE_S))

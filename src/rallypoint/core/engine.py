@@ -83,6 +83,9 @@ FEW = 8
 MAX_BUGS = 64
 """How many bugs are remembered until the host logs them."""
 
+NUMBER_BYTES = 64 * 1024
+"""A number must end within this many bytes of its value, which may be blanks."""
+
 _INT64 = 1 << 63
 UNLIMITED = _INT64 - 1
 _NUMBER = re.compile(rb"[ \t\n\v\f\r]*([+-]?[0-9]+)")
@@ -131,7 +134,9 @@ class Engine:
         """The keys of `_waiting` with waits for an item, or that had some."""
 
         self._reads: dict[bytes, dict[Waiter, None]] = {}  # the same for reads, which are not part of the state
-        self._read_work: deque[WokenReads | dict[Any, None]] = deque()  # to answer; or to drop, of owners that ended
+        self.read_work: deque[WokenReads | dict[Any, None]] = deque()
+        """Reads that `continue_reads` is to answer, or, of owners that have ended, to drop."""
+
         self._barriers: dict[bytes, dict[int, dict[Waiter, None]]] = {}
         self._turns: dict[bytes, dict[Turn, None]] = {}
         self._watches = WatchTable()
@@ -638,17 +643,12 @@ class Engine:
         """Drop the waiting reads of an owner that has ended; `continue_reads` drops the rest if there are many."""
         reads = self._reading.pop(owner, None)
         if reads is not None and not self._read_slice(reads):
-            self._read_work.append(reads)
-
-    @property
-    def has_read_work(self) -> bool:
-        """Whether reads are to be answered or dropped by `continue_reads`."""
-        return bool(self._read_work)
+            self.read_work.append(reads)
 
     def continue_reads(self) -> None:
         """Answer or drop another slice of reads. They are not part of the state, so no log entry is needed."""
-        if self._read_work and self._read_slice(self._read_work[0]):
-            self._read_work.popleft()
+        if self.read_work and self._read_slice(self.read_work[0]):
+            self.read_work.popleft()
 
     def _read_slice(self, work: WokenReads | dict[Any, None]) -> bool:
         """Answer or drop some reads, the last first; return whether none are left."""
@@ -852,8 +852,8 @@ class Engine:
         else:
             for waiter in found:
                 self._unregister(waiter)
-        idle = not self._read_work
-        self._read_work.append(woken)
+        idle = not self.read_work
+        self.read_work.append(woken)
         if idle:
             self.continue_reads()
 
@@ -981,10 +981,12 @@ class Engine:
 
 def number_in(key: bytes, value: bytes | LongValue) -> int:
     """Read a number as C's strtoll does: leading blanks, a sign, and anything after the digits are accepted."""
-    match = _NUMBER.match(value.first if isinstance(value, LongValue) else value)
-    number = int(match[1]) if match and len(match[1]) <= 4096 else None
+    text = value.head(NUMBER_BYTES) if isinstance(value, LongValue) else value[:NUMBER_BYTES]
+    match = _NUMBER.match(text)
+    whole = match is not None and (match.end() < NUMBER_BYTES or len(value) <= NUMBER_BYTES)
+    number = int(match[1]) if match and whole and len(match[1]) <= 4096 else None
     if number is None or not -_INT64 <= number < _INT64:
-        raise NotAnInteger(key=show(key), value=value.first if isinstance(value, LongValue) else value)
+        raise NotAnInteger(key=show(key), value=text)
     return number
 
 

@@ -50,10 +50,10 @@ class LongValue:
         """The bytes, in order."""
         return [*self._parts, bytes(self._tail)] if self._tail else self._parts.copy()
 
-    @property
-    def first(self) -> bytes:
-        """The first part."""
-        return self._parts[0]
+    def head(self, size: int) -> bytes:
+        """Return the first bytes; how the value came to be in parts makes no difference."""
+        first = self._parts[0][:size]
+        return first if len(first) == size else bytes(self)[:size]
 
     def part(self, index: int) -> bytes | None:
         """Return one of the parts that will not change, or None."""

@@ -354,6 +354,7 @@ class State:
             self.end_session(session)
         del self.namespaces[namespace.id]
         namespace.engine.drop_all()
+        namespace.engine.clearing.clear()
         self.memory.size -= namespace.engine.size
         self.memory.parked -= namespace.engine.parked
         namespace.engine.memory = MemoryBudget()  # whatever still refers to it changes nothing here

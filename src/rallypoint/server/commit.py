@@ -251,20 +251,24 @@ class CommitQueue:
     def _no_room(self, items: list[Item], error: StoreError) -> None:
         """Refuse requests and run reads, in order; commit the entries that must not be refused into the reserve.
 
-        Reads of a client behind such an entry wait for it.
+        Reads of a client behind such an entry wait for it. If reads must be confirmed, the refused commit was their
+        confirmation: they wait for another.
         """
         self._note_full(error)
-        last, again = self._urgent, list[Item]()
+        last, again, unconfirmed = self._urgent, list[Item](), list[Item]()
         behind: set[Submitter] = set()
         for item in items:
             record, submitter, _, _ = item
             if submitter in behind and record is None:
                 again.append(item)
+            elif record is None and self.confirms:
+                unconfirmed.append(item)
             elif record is None:
                 self._carry_out(item)
             elif not self._refuse(item, error, last):
                 again.append(item)
                 behind.add(submitter)
+        self._waiting.extendleft(reversed(unconfirmed))
         if again:
             self._committing = again
             self._commit([record for record, *_ in again if record is not None], urgent=True)

@@ -67,14 +67,14 @@ class Housekeeping:
         if namespace.engine.clearing and namespace.id not in self._clearing:
             self._clearing[namespace.id] = None
             self._server.turns.resume(partial(self._change_slice, namespace))
-        if namespace.engine.has_read_work and namespace.id not in self._reading:
+        if namespace.engine.read_work and namespace.id not in self._reading:
             self._reading[namespace.id] = None
             self._server.turns.resume(partial(self._read_slice, namespace))
 
     def _change_slice(self, namespace: Namespace) -> None:
         def done(_: object) -> None:
             self._clearing.pop(namespace.id, None)
-            self.continue_change(namespace)
+            self.continue_change(namespace)  # which ends when a round is closed: nothing is left to change in it
 
         self._server.submit(ContinueDelete(namespace.id), done)
 

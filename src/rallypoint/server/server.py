@@ -312,7 +312,7 @@ class StoreServer:
         for namespace in self.state.namespaces.values():
             if namespace.objects.changed_timers:
                 self.clock.arm_timers(namespace)
-            if namespace.engine.clearing or namespace.engine.has_read_work:
+            if namespace.engine.clearing or namespace.engine.read_work:
                 self.housekeeping.continue_change(namespace)
         self.deliver()
         if done is not None:
@@ -332,7 +332,7 @@ class StoreServer:
         """Send the replies that an engine has for waiting clients."""
         self.state.settle(engine)
         self.deliver()
-        if engine.clearing or engine.has_read_work:
+        if engine.clearing or engine.read_work:
             for namespace in self.state.namespaces.values():
                 self.housekeeping.continue_change(namespace)
 

@@ -235,7 +235,7 @@ class C10dConnection:
             answer = quick[0](engine, op, self.owner)
         except StoreError as error:
             raise BadMessage(str(error)) from error
-        if engine.outbox:
+        if engine.outbox or engine.read_work:
             self._server.settle(engine)
         if answer.__class__ in VALUE and len(answer) > LARGE_BYTES:
             return self._send_value(op, answer)
@@ -261,7 +261,7 @@ class C10dConnection:
                 answer = error.with_traceback(None)
             if answer.__class__ is Waiter:
                 owner.waiter, answer = answer, LATER
-        if engine.outbox:
+        if engine.outbox or engine.read_work:
             self._server.settle(engine)
         if isinstance(answer, StoreError):
             raise BadMessage(str(answer))

@@ -143,6 +143,9 @@ class NativeConnection:
         owed = 0
         if self._parked or self._resending:
             owed = self._catch_up(replies)
+            if replies:  # first: a request below may cause a push, which is sent at once
+                self._connection.send(b"".join(replies))
+                replies.clear()
         count = 0
         while backlog and owed <= REPLIES_BYTES and not (self._halted or self._connection.paused):
             count += 1
@@ -289,7 +292,7 @@ class NativeConnection:
         """Execute a request; return the reply, or nothing if it comes later; `late`: do not encode it yet."""
         answer = session.execute(op)
         server = self._server
-        if self._engine.outbox:
+        if self._engine.outbox or self._engine.read_work:
             server.settle(self._engine)
         if answer is LATER or op.__class__ in FOLLOWED:
             server.clock.follow(session, op)
