@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from tests.client.sessions import connection_of, session_of
 from tests.cutting_proxy import CuttingProxy
-from tests.outage_log import DEADLINE_S, until
+from tests.outage_log import DEADLINE_S, await_waiting, until
 from tests.served import server_fixture
 
 import rallypoint
@@ -131,6 +131,30 @@ def interrupted_at(point: int, call: Callable[[], object], store: rallypoint.Sto
     finally:
         sys.setprofile(None)
     return False
+
+
+@pytest.mark.parametrize("read_by_another", [False, True])
+def test_an_interrupt_before_a_request_has_its_number_withdraws_nothing(
+    read_by_another: bool, server: rallypoint.Server, store: rallypoint.Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread's request gets that number."""
+    connection, withdrawn = connection_of(store), list[int]()
+    ask = connection.core.ask
+
+    def interrupted(*_: object) -> bytes:
+        raise Interrupted
+
+    with ThreadPoolExecutor(1) as pool:
+        reading = [pool.submit(store.get, "late")] if read_by_another else []
+        await_waiting(server, len(reading))
+        monkeypatch.setattr(connection, "withdraw", withdrawn.append)
+        monkeypatch.setattr(connection.core, "ask", interrupted)
+        with pytest.raises(Interrupted):
+            store.set("k", "v")
+        assert withdrawn == [0] and connection.core.number not in connection.pending
+        monkeypatch.setattr(connection.core, "ask", ask)
+        store.set("late", "v")
+        assert [one.result(DEADLINE_S) for one in reading] == [b"v"] * len(reading)
 
 
 def watch_one(store: rallypoint.Store) -> None:

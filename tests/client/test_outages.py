@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from tests.client.sessions import connection_of, native_backend
+from tests.client.sessions import connection_of, native_backend, session_of
 from tests.client.test_interrupts import interrupted_at
 from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.outage_log import DEADLINE_S, LogRecorder, await_waiting, go_down, told, until
@@ -131,6 +131,35 @@ def test_all_blocked_calls_of_one_connection_survive_an_outage(
         plain.queue_push("q", str(number))
     answers = [end.result(DEADLINE_S) for end in ends]
     assert answers[:10] == [b"v"] * 10 and sorted(answers[10:]) == [b"%d" % number for number in range(5)]
+
+
+def test_large_requests_of_an_outage_are_repeated_while_their_replies_are_read(
+    proxied: ProxiedServer, plain: Store, store: Store, pool: ThreadPoolExecutor
+) -> None:
+    """The server reads the last of them only when the replies to the first have been read."""
+    large, pending = b"v" * (8 << 20), connection_of(store).pending
+    plain.set("large", large)
+    proxied.go_down()
+    reads = [pool.submit(store.get, "large") for _ in range(8)]
+    until(lambda: len(pending) == 8, "the reads come first")
+    writes = [pool.submit(store.set, f"large {number}", large) for number in range(2)]
+    until(lambda: len(pending) == 10, "then the writes")
+    proxied.come_back()
+    assert all(one.result(DEADLINE_S) == large for one in reads)
+    assert [one.result(DEADLINE_S) for one in writes] == [None, None]
+
+
+def test_a_release_that_failed_in_an_outage_can_be_repeated(proxied: ProxiedServer, plain: Store, store: Store) -> None:
+    lock = Lock(store, "l")
+    lock.acquire()
+    session_of(store).patience_s = 0.2
+    proxied.go_down()
+    with pytest.raises(rallypoint.ConnectionLost):
+        lock.release()
+    proxied.come_back()
+    session_of(store).patience_s = DEADLINE_S
+    assert lock.release()
+    assert Lock(plain, "l").acquire(DEADLINE_S)
 
 
 def test_a_held_lock_and_a_wait_for_one_survive_an_outage(

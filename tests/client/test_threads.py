@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
@@ -20,6 +21,7 @@ from tests.outage_log import DEADLINE_S, await_waiting, until
 
 import rallypoint
 from rallypoint.client.blocking import monitor
+from rallypoint.client.blocking.socket_reader import SocketReader
 from rallypoint.client.blocking.supervisor import ConnectionSupervisor
 from rallypoint.core.records import ReplyStatus
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
@@ -90,6 +92,20 @@ def test_a_reader_does_not_wait_for_a_thread_that_sends(server: rallypoint.Serve
         finally:
             sending.release()
         assert lone.result(DEADLINE_S) == 1
+
+
+def test_a_cut_wakes_a_thread_that_sends(store: rallypoint.Store) -> None:
+    """It would hold the lock, for which the interrupted call waits, until the peer reads on."""
+    connection = connection_of(store)
+    ours, peer = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool, peer:
+        connection.socket_reader = SocketReader(ours)
+        sending = pool.submit(
+            connection.in_turn, lambda: connection.send(b"v" * (8 << 20)), time.monotonic() + DEADLINE_S
+        )
+        assert peer.recv(1) == b"v", "it sends"
+        connection.cut()
+        assert sending.result(DEADLINE_S)
 
 
 @pytest.mark.parametrize("read_by_another", [False, True])

@@ -137,7 +137,7 @@ class AsyncSession:
         self._route.learn_servers(self._core)
         for limit in list(self._limits.values()):
             limit.look()
-        if self._checking_hang is None and self._connection is not None:
+        if self._connection is not None and (self._checking_hang is None or self._checking_hang.done()):
             self.check_hang()
 
     def _deliver(self, reply: Reply) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rallypoint.core.machines import lock
 from rallypoint.deadline import Timeout
-from rallypoint.errors import RallypointError, SessionLost
+from rallypoint.errors import RallypointError, ServerRestarted, SessionLost, StoreClosed
 from rallypoint.recipes.arguments import name_of
 from rallypoint.recipes.hosting.shared_object import Progress, Recipe, SharedObject
 
@@ -43,11 +43,17 @@ class Lock(Recipe):
         return self.fence
 
     def release(self) -> bool:
-        """Release the lock; return whether this object still held it."""
+        """Release the lock; return whether this object still held it. If that fails, it can be repeated."""
         call, self._call = self._call, 0
         if not call:
             raise RuntimeError(f"{self._object.title} is not held by this object")
-        outcome = self._object.act(self._member, self._object.next_call(), lock.LockRelease(call), 0.0)
+        try:
+            outcome = self._object.act(self._member, self._object.next_call(), lock.LockRelease(call), 0.0)
+        except (SessionLost, ServerRestarted, StoreClosed):
+            raise  # the lock was lost with the session
+        except BaseException:
+            self._call = call  # it may still be held
+            raise
         return bool(outcome[0])
 
     @property

@@ -76,8 +76,8 @@ class ConnectionMonitor:
             self._all[id(monitored)] = weakref.ref(monitored)
             self._heartbeat_at[id(monitored)] = time.monotonic()
             if not self._runs:
-                self._runs = True
                 threading.Thread(target=self._run, name="rallypoint monitor", daemon=True).start()
+                self._runs = True  # not before: the system may refuse to start a thread
 
     def _run(self) -> None:
         while True:
@@ -154,7 +154,10 @@ class ConnectionMonitor:
                 self._probing.discard(number)
 
         self._probing.add(number)
-        threading.Thread(target=probe, name="rallypoint probe", daemon=True).start()
+        try:
+            threading.Thread(target=probe, name="rallypoint probe", daemon=True).start()
+        except RuntimeError:  # no more threads now: probe later
+            self._probing.discard(number)
 
     def _reconnect(self, number: int, monitored: MonitoredSession, sock: socket.socket) -> None:
         """Start to reconnect, and skip that connection for a moment."""

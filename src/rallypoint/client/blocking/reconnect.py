@@ -37,8 +37,8 @@ class ReconnectTarget(Protocol):
     def drop_connection(self) -> tuple[Dialer, float] | None:
         """Close the old connection; return a dialer and the pause before its first attempt; None if ended."""
 
-    def resume(self, result: DialResult) -> bool:
-        """Continue on a new connection, and let other threads read; return False if that is lost, too."""
+    def resume(self, result: DialResult) -> None:
+        """Continue on a new connection, and let other threads read; if it is lost, too, they notice."""
 
     def note_attempt(self, why: str, no_quorum: Mapping[str, str]) -> None:
         """Note why an attempt failed; `no_quorum` has the reason at each address, if one reported no quorum."""
@@ -85,7 +85,8 @@ def _attempt(reference: weakref.ref[ReconnectTarget], dialer: Dialer) -> float |
             if result is not None:
                 result.socket.close()
             return None
-        if result is not None and target.resume(result):
+        if result is not None:
+            target.resume(result)
             return None
         target.note_attempt(dialer.explain_failure, dialer.no_quorum)
         return dialer.pause_s()

@@ -51,8 +51,6 @@ GOODBYE_S = 1.0
 CONFIRM_S = 0.1
 """How long to wait for a turn to confirm replies; the next request confirms them, too."""
 
-_AT_ONCE = (False,)  # arguments of one attempt to take a lock
-
 _forks = 0
 """The number of forks between this process and the one that imported this module."""
 
@@ -158,7 +156,7 @@ class ClientSession:
         connection, election, number, turn = self._connection, self._election, 0, list[bool]()
         try:
             try:
-                turn.extend(map(connection.send_lock.acquire, _AT_ONCE))  # as in `SharedConnection.in_turn`
+                turn.extend(map(connection.send_lock.acquire, (False,)))  # as in `SharedConnection.in_turn`
                 if not turn[0]:  # that thread may wait for the server, and the server for a reader
                     election.step_back()
                     return None
@@ -171,6 +169,8 @@ class ClientSession:
                 socket_reader = connection.socket_reader
             finally:
                 if True in turn:
+                    if number and core.number == number:  # Ctrl-C before it was taken: another request gets it
+                        number = 0
                     connection.send_lock.release()
             data = socket_reader.read_soon()
             if data:

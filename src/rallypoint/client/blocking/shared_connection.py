@@ -92,10 +92,17 @@ class SharedConnection:
         """Number a request and return its bytes, with `send_lock` held; `pending` will receive the reply."""
         with self.lock:
             self.check_open()
-            if pending is not None:
-                pending.number = self.core.number
-                self.pending[pending.number] = pending
-            return self.core.ask(op, until)
+            if pending is None:
+                return self.core.ask(op, until)
+            pending.number = number = self.core.number
+            self.pending[number] = pending
+            try:
+                return self.core.ask(op, until)
+            except BaseException:  # Ctrl-C before the number was taken: another request gets it
+                if self.core.number == number:
+                    del self.pending[number]
+                    pending.number = 0
+                raise
 
     def withdraw(self, number: int) -> None:
         """Drop a request whose caller is gone, as after Ctrl-C: the server cancels it, and revokes what it granted.
@@ -178,6 +185,7 @@ class SharedConnection:
     def cut(self) -> None:
         """Cut the connection after an interruption; it is not the server's fault and does not count as a cut."""
         self.cut_counter.uncount()
+        self.shut_down()  # a thread that is sending would block on, and hold `send_lock`
         self.socket_reader.socket.close()
 
     def shut_down(self) -> None:

@@ -12,7 +12,7 @@ and cuts the connection, so that the session continues elsewhere.
 - The locks are those of `shared_connection.py`. The monitor waits for none of them during I/O: it takes `send_lock`
   only if it is free, and sends what the socket accepts at once. Else one hung server would stop it for all sessions.
 - The reconnect thread is the reader from `take_over` to `resume` or `give_up`. It holds no lock while it connects, and
-  `send_lock` while it replaces the socket.
+  `send_lock` while it replaces the socket and repeats requests.
 - The state of the hang check (`_ping`, `_checked_at`, `_seen`) is the monitor's alone.
 
 Monitor and reconnect thread hold the supervisor weakly, and it knows nothing of the `ClientSession`, so that an owner
@@ -41,9 +41,6 @@ from rallypoint.errors import ConnectionLost, RallypointError
 from rallypoint.protocol import native
 
 __all__ = ["ConnectionSupervisor"]
-
-LEAST_S = 0.1
-"""Minimum timeout for repeating unanswered requests, however little time is left."""
 
 _BEAT = native.frame(ops.SessionHeartbeat(0))
 
@@ -168,9 +165,12 @@ class ConnectionSupervisor:
         if self._connection.outage is not None:
             self._connection.outage.note_attempt(why, no_quorum)
 
-    def resume(self, contact: DialResult) -> bool:
-        """Repeat unanswered requests on a new connection, and let the callers go on; return False if it is lost."""
-        connection, sock = self._connection, contact.socket
+    def resume(self, contact: DialResult) -> None:
+        """Let the callers go on with a new connection, and repeat their unanswered requests on it.
+
+        They read meanwhile: a server that has large replies to write may read on only when these are read.
+        """
+        connection = self._connection
         with connection.send_lock:
             with connection.lock:
                 again = connection.core.repeat(time.monotonic())
@@ -178,22 +178,16 @@ class ConnectionSupervisor:
                 again = _BEAT + again
             outage = connection.outage
             assert outage is not None
-            try:
-                sock.settimeout(max(outage.deadline.remaining(), LEAST_S))
-                sock.sendall(again)
-            except OSError:
-                sock.close()
-                return False
             self.election.deliver_early(contact.replies)
             connection.grace_s = contact.grace_s
-            connection.socket_reader = SocketReader(sock)
+            connection.socket_reader = SocketReader(contact.socket)
             connection.outage = None
+            if connection.over is not None:
+                contact.socket.close()  # the session was closed meanwhile
+            self.election.step_back()
+            connection.send(again)
         if connection.over is None:
             outage.end()
-        else:
-            sock.close()  # closed meanwhile
-        self.election.step_back()
-        return True
 
     def give_up(self, error: Exception) -> None:
         """End the session, which cannot be resumed."""
