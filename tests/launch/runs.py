@@ -29,6 +29,9 @@ from rallypoint.security.credentials import OPEN
 OPEN_CLIENT = ClientSecurity(OPEN)
 """A client without credentials, whatever the environment has."""
 
+HARNESS = frozenset(("TMPDIR", "PYTHONFAULTHANDLER"))
+"""Variables that agents, and so their workers, get from this harness."""
+
 PRELUDE = """
 import json, os, signal, sys, time
 rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -60,7 +63,7 @@ class Node:
         self.child = subprocess.Popen(
             command,
             cwd=where,
-            env={**environment, "TMPDIR": str(where), "PYTHONFAULTHANDLER": "1", **more},
+            env={**environment, **dict.fromkeys(HARNESS, "1"), "TMPDIR": str(where), **more},
             stdin=subprocess.DEVNULL,
             **given,
         )

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.launch.runs import Node, Place, gone
+from tests.launch.runs import HARNESS, Node, Place, gone
 from tests.raw_peer import AMPLE_S, until
 
 import rallypoint
@@ -56,7 +56,7 @@ def test_workers_get_the_environment_that_torchrun_sets(place: Place) -> None:
     assert (node.end(), node.err) == (0, "")
     zero, one = told(node)
     ours = {name for name in one if name.startswith("RALLYPOINT_")}
-    assert set(one) - set(os.environ) - ours - {"TMPDIR"} == TOLD - set(os.environ)
+    assert set(one) - set(os.environ) - ours - HARNESS == TOLD - set(os.environ)
     assert one["RALLYPOINT_URL"].startswith("tcp://127.0.0.1:") and ours >= {"RALLYPOINT_RUN", "RALLYPOINT_ROUND"}
     names = """RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK
     ROLE_WORLD_SIZE MASTER_ADDR TORCHELASTIC_RESTART_COUNT TORCHELASTIC_MAX_RESTARTS TORCHELASTIC_USE_AGENT_STORE"""
