@@ -26,6 +26,7 @@ from tests.status.browser import browser_is_available
 from tests.storage.small_disk import mounts
 
 from rallypoint.etcd.local.member import find_binary
+from rallypoint.launch.monitoring.native_stacks import find_py_spy
 from rallypoint.launch.workers.cgroup import make_cgroup
 from rallypoint.storage.file.kernel_sync import KernelSync
 
@@ -94,6 +95,13 @@ def _kernel_syncs() -> bool:
     return True
 
 
+def _traces() -> bool:
+    """Return whether py-spy is installed and may trace a process of this user, by tracing this one."""
+    program = find_py_spy()
+    command = [str(program), "dump", "--native", "--pid", str(os.getpid())]
+    return program is not None and subprocess.run(command, capture_output=True).returncode == 0
+
+
 PARTS: dict[str, Callable[[], bool]] = {
     "torch": lambda: _importable("torch"),
     "redis": lambda: shutil.which("redis-server") is not None,
@@ -105,6 +113,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "tmpfs": mounts,
     "aio": _kernel_syncs,
     "browser": browser_is_available,
+    "pyspy": _traces,
 }
 """The parts, each with a function that returns whether it is available."""
 

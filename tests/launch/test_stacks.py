@@ -16,8 +16,9 @@ from tests.launch.runs import Node, Place, gone
 from tests.raw_peer import AMPLE_S, until
 
 import rallypoint
+from rallypoint.launch.monitoring.local_agents import agents_here
 from rallypoint.launch.monitoring.stack_dump import dump_stacks
-from rallypoint.launch.monitoring.worker_records import WorkerEntry, agents_here
+from rallypoint.launch.monitoring.worker_records import WorkerEntry
 
 SLEEP_IN_C = """
 import ctypes
@@ -48,7 +49,7 @@ def stacks(place: Place, *words: object, env: dict[str, str] | None = None) -> s
 def entries(place: Place, node: Node, monkeypatch: pytest.MonkeyPatch) -> tuple[WorkerEntry, ...]:
     """Return the workers of an agent, as its directory lists them."""
     monkeypatch.setattr("tempfile.tempdir", str(place.where))
-    monkeypatch.setattr("rallypoint.launch.monitoring.worker_records.SYSTEM_TEMPORARY", str(place.where))
+    monkeypatch.setattr("rallypoint.launch.monitoring.local_agents.SYSTEM_TEMPORARY", str(place.where))
     (agent,) = until(lambda: [agent for agent in agents_here() if agent.workers], bool)
     assert agent.pid == node.child.pid
     return agent.workers

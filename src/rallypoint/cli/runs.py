@@ -1,14 +1,19 @@
-"""`rallypoint runs`: an operator ends, restarts or drains a run, or one of its nodes, through its store."""
+"""`rallypoint runs`: an operator ends, restarts or drains a run, or one of its nodes, through its store.
+
+Without --store it is the store of a run on this machine, also a private one.
+"""
 
 from __future__ import annotations
 
 import getpass
 import os
 import socket
+from typing import Any
 
 import click
 
 from rallypoint.cli import COMMANDS
+from rallypoint.cli.local_runs import runs_here, store_here
 from rallypoint.cli.store_command import print_value, store_command
 from rallypoint.errors import RallypointError
 from rallypoint.launch.monitoring.agent_requests import (
@@ -21,6 +26,7 @@ from rallypoint.launch.monitoring.agent_requests import (
     runs_of,
 )
 from rallypoint.launch.run_end import end_run
+from rallypoint.security.credentials import Credentials
 from rallypoint.store.base import Store
 from rallypoint.text import printable
 
@@ -46,6 +52,13 @@ HELP = {
 @click.group(short_help=COMMANDS["runs"])
 def command() -> None:
     """Kill, restart or drain a run, or one of its nodes. Who did it, and why, is shown by the agents."""
+
+
+def _store_here(options: dict[str, Any], given: Credentials) -> tuple[str, Credentials]:
+    """Find the store of the run on this machine that the target names, with or without a node."""
+    target: str = options["target"]
+    runs = [run for run in runs_here() if target == run or target.startswith(f"{run}/")]
+    return store_here(max(runs, key=len, default=target), given)
 
 
 def _target(store: Store, text: str) -> tuple[str, str]:
@@ -84,7 +97,7 @@ def _who() -> str:
 
 
 def _made(kind: str) -> click.Command:
-    @store_command(kind)
+    @store_command(kind, otherwise=_store_here)
     @click.argument("target", metavar="RUN[/NODE]")
     @click.option("--why", default="", metavar="TEXT", help="The reason, shown to the users of the run.")
     def function(store: Store, target: str, why: str) -> None:

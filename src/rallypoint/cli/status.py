@@ -3,7 +3,8 @@
 The text fits 80 columns where it is piped, and the terminal where it is shown. `--watch` draws it again when it has
 changed, on a terminal in place; where there is none, a separator line comes between two.
 
-A status of the standby of a replicated store is that of its leader, which it names.
+A status of the standby of a replicated store is that of its leader, which it names. Without a URL, and without a
+server at the default address, it is the status of the only run on this machine, which may have a private server.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import msgspec
 
 from rallypoint.cli import COMMANDS
 from rallypoint.cli.credential_options import credential_options
+from rallypoint.cli.local_runs import runs_here, store_here
 from rallypoint.cli.store_command import URL_VARIABLE, print_value
 from rallypoint.deadline import Deadline
-from rallypoint.errors import NetworkError, RallypointError
+from rallypoint.errors import AuthenticationFailed, NetworkError, RallypointError
 from rallypoint.net import Endpoint
 from rallypoint.protocol import BadMessage
 from rallypoint.security.client_security import ClientSecurity
@@ -29,12 +31,14 @@ from rallypoint.security.http_client import connect_http
 from rallypoint.server.status.model import ServerStatus, decode_status
 from rallypoint.server.status.text import render_text
 from rallypoint.store.url import parse_url
+from rallypoint.text import printable
 
 __all__ = ["commands"]
 
 REQUEST_S = 30.0
 """Default timeout of one request."""
 
+DEFAULT_URL = "tcp://127.0.0.1:29400"
 WIDTH = 80
 """Columns where the output is not a terminal."""
 
@@ -97,8 +101,37 @@ def _decode(data: bytes, endpoint: Endpoint | str) -> ServerStatus:
         raise NetworkError(f"no status from {endpoint}: malformed reply: {error}") from None
 
 
-def _status(url: str, credentials: Credentials, watch: bool, as_json: bool, interval: float, timeout: float) -> None:
-    client = StatusClient(url, credentials, timeout)
+def _found(url: str | None, run: str | None, credentials: Credentials, timeout_s: float) -> tuple[str, StatusClient]:
+    """Return the URL of the server to show, and a client of it."""
+    if run is not None:
+        url, credentials = store_here(run, credentials)
+    if url:
+        return url, StatusClient(url, credentials, timeout_s)
+    client = StatusClient(DEFAULT_URL, credentials, timeout_s)
+    try:
+        client.get()
+    except AuthenticationFailed:
+        raise
+    except NetworkError as error:
+        runs = runs_here()
+        if len(runs) == 1:
+            return _found(None, runs[0], credentials, timeout_s)
+        if not runs:
+            raise
+        raise NetworkError(f"{error}; name a run on this machine with --run: {printable(', '.join(runs))}") from None
+    return DEFAULT_URL, client
+
+
+def _status(
+    url: str | None,
+    run: str | None,
+    credentials: Credentials,
+    watch: bool,
+    as_json: bool,
+    interval: float,
+    timeout: float,
+) -> None:
+    url, client = _found(url, run, credentials, timeout)
     if not watch:
         data = client.get()
         text = data.decode() + "\n" if as_json else render_text(_decode(data, url), _width())
@@ -164,7 +197,8 @@ def _paint(text: str, note: str) -> None:
 
 
 def _command(name: str, watches: bool) -> click.Command:
-    @click.argument("url", envvar=URL_VARIABLE, metavar="[URL]", default="tcp://127.0.0.1:29400")
+    @click.argument("url", envvar=URL_VARIABLE, metavar="[URL]", required=False)
+    @click.option("--run", "run_id", metavar="RUN", help="The server of this run on this machine, also a private one.")
     @click.option("--json", "as_json", is_flag=True, help="Print the model as JSON, in one line.")
     @click.option(
         "--interval",
@@ -183,12 +217,13 @@ def _command(name: str, watches: bool) -> click.Command:
         help="How long the server may take to answer.",
     )
     @credential_options(serves=False)
-    def run(url: str, watch: bool = watches, **options: object) -> None:
-        _status(url, watch=watch, **options)  # type: ignore[arg-type]
+    def run(url: str | None, run_id: str | None, watch: bool = watches, **options: object) -> None:
+        _status(url, run_id, watch=watch, **options)  # type: ignore[arg-type]
 
     run.__doc__ = (
         "Show what the server at URL is doing: runs, rounds, nodes and ranks, who waits for whom and for how long, the"
-        f" first failure.\n\n    URL is tcp://HOST:PORT, by default that of {URL_VARIABLE}, or of this machine."
+        f" first failure.\n\n    URL is tcp://HOST:PORT, by default that of {URL_VARIABLE}, else {DEFAULT_URL}; if no"
+        " server is there, that of the only run of this user on this machine."
     )
     if not watches:
         run = click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")(run)

@@ -73,12 +73,17 @@ verbose_option = click.option(
 """For commands that report progress."""
 
 
+StoreFinder = Callable[[dict[str, Any], Credentials], tuple[str, Credentials]]
+"""Finds the URL of a store, and the credentials for it, by the options of a command and the credentials given."""
+
+
 def store_command(
-    name: str, dashed: bool = False, optional: bool = False
+    name: str, dashed: bool = False, optional: bool = False, otherwise: StoreFinder | None = None
 ) -> Callable[[Callable[..., None]], click.Command]:
     """Return a decorator that makes a command of a function; the function takes an open store and its options.
 
-    With `dashed`, arguments may start with a dash. With `optional`, the store is None if none is given.
+    With `dashed`, arguments may start with a dash. If no store is given, `otherwise` finds one; with `optional`, the
+    store is None then.
     """
 
     def decorate(function: Callable[..., None]) -> click.Command:
@@ -97,6 +102,8 @@ def store_command(
             with contextlib.ExitStack() as stack:
                 stack.enter_context(_signals())
                 stack.enter_context(outage.shown_by(_report))
+                if not url and otherwise is not None:
+                    url, credentials = otherwise(options, credentials)
                 absent = optional and not url
                 store = None if absent else stack.enter_context(_open(url, connect_timeout, credentials))
                 try:

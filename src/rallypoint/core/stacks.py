@@ -81,6 +81,12 @@ class RankStack(Struct, frozen=True, kw_only=True, omit_defaults=True):
     note: Annotated[str, Meta(max_length=512)] = ""
     """Why there is no stack."""
 
+    native: Annotated[str, Meta(max_length=MAX_STACK_BYTES)] = ""
+    """The stacks of all threads with native frames, the main thread first, if they were asked for."""
+
+    native_note: Annotated[str, Meta(max_length=512)] = ""
+    """Why there are no native frames."""
+
     state: Annotated[str, Meta(max_length=32)] = "running"
     """running, stopped or ended."""
 
@@ -95,6 +101,11 @@ class RankStack(Struct, frozen=True, kw_only=True, omit_defaults=True):
     def stack(self) -> tuple[Frame, ...]:
         """The stack of its main thread, innermost call first."""
         return main_stack(self.text)
+
+    @property
+    def native_frames(self) -> list[str]:
+        """The stack of its main thread with native frames, innermost call first; empty if it is unknown."""
+        return [line.strip() for line in self.native.partition("\n\n")[0].splitlines()[1:]]
 
     @property
     def waits(self) -> bool:
@@ -115,6 +126,9 @@ class StackGroup(NamedTuple):
     stack: tuple[Frame, ...]
     threads: int
     """The number of threads of its first rank."""
+
+    native: list[str]
+    """The stack with native frames, if it is known."""
 
     def __str__(self) -> str:
         return f"{rank_list(self.ranks)} {'in ' * bool(self.stack)}{self.place}"
@@ -153,7 +167,13 @@ def fold(stacks: Iterable[RankStack]) -> list[StackGroup]:
     for one in sorted(stacks, key=lambda one: one.rank):
         groups.setdefault(_cut_at_users_code(one.stack) if one.stack else one.note, []).append(one)
     made = [
-        StackGroup([one.rank for one in ranks], ranks[0].place, ranks[0].stack, len(_thread_lines(ranks[0].text)))
+        StackGroup(
+            [one.rank for one in ranks],
+            ranks[0].place,
+            ranks[0].stack,
+            len(_thread_lines(ranks[0].text)),
+            next((one.native_frames for one in ranks if one.native), []),
+        )
         for ranks in groups.values()
     ]
     return sorted(made, key=lambda group: (len(group.ranks), group.ranks))

@@ -46,6 +46,8 @@ STACKS, KILL, RESTART, DRAIN = "stacks", "kill", "restart", "drain"
 ANSWER_BYTES = 2 * 1024 * 1024
 """The longest answer; the stacks of a node with many workers are cut to fit."""
 
+BUSY = "the agent is busy with another request for them"
+
 _Text = Annotated[str, Meta(max_length=512)]
 
 
@@ -58,6 +60,9 @@ class AgentRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     why: _Text = ""
     ranks: list[int] | None = None
     """The ranks whose stacks are wanted; None for all."""
+
+    native: bool = False
+    """Whether native frames are wanted, too."""
 
     @property
     def origin(self) -> str:
@@ -75,12 +80,13 @@ class RequestListener:
     def __init__(
         self,
         run_id: str,
-        stacks: Callable[[list[int] | None], list[RankStack]],
+        stacks: Callable[[AgentRequest], list[RankStack]],
         on_request: Callable[[AgentRequest], object],
     ) -> None:
         self._run = _run(run_id)
         self._stacks = stacks
         self._on_request = on_request
+        self._tracing = threading.Lock()
 
     def attach(self, store: Store, node: str) -> None:
         """Listen to requests in this store from now on, until it is closed."""
@@ -104,18 +110,33 @@ class RequestListener:
             return
         if request.node not in ("", node):
             return
-        if request.kind == STACKS:
-            store.lease(f"{self._run}/answer:{number}:{node}", _encoded(self._stacks(request.ranks)))
-        else:
-            store.lease(f"{self._run}/answer:{number}:{node}", b"")
+        answer = f"{self._run}/answer:{number}:{node}"
+        if request.kind != STACKS:
+            store.lease(answer, b"")
             self._on_request(request)
+        elif not request.native:
+            store.lease(answer, _encoded(self._stacks(request)))
+        elif self._tracing.acquire(blocking=False):
+            threading.Thread(target=self._trace, args=(store, answer, request), name="native", daemon=True).start()
+        else:
+            plain = self._stacks(msgspec.structs.replace(request, native=False))
+            store.lease(answer, _encoded([msgspec.structs.replace(one, native_note=BUSY) for one in plain]))
+
+    def _trace(self, store: Store, answer: str, request: AgentRequest) -> None:
+        """Answer with native frames, in a thread of its own: that may take long, and an operator may want to kill."""
+        try:
+            with contextlib.suppress(RallypointError):
+                store.lease(answer, _encoded(self._stacks(request)))
+        finally:
+            self._tracing.release()
 
 
 def _encoded(stacks: list[RankStack]) -> bytes:
     data = msgspec.json.encode(stacks)
     if len(data) > ANSWER_BYTES:
-        most = ANSWER_BYTES // (4 * len(stacks))  # a character may take several bytes
-        data = msgspec.json.encode([msgspec.structs.replace(one, text=one.text[-most:]) for one in stacks])
+        most = ANSWER_BYTES // (8 * len(stacks))  # two texts, and a character may take several bytes
+        cut = [msgspec.structs.replace(one, text=one.text[-most:], native=one.native[:most]) for one in stacks]
+        data = msgspec.json.encode(cut)
     return data
 
 

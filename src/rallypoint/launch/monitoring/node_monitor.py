@@ -14,6 +14,7 @@ from rallypoint.core.stacks import RankStack
 from rallypoint.launch.events import Events
 from rallypoint.launch.job import Job
 from rallypoint.launch.monitoring.agent_requests import DRAIN, KILL, RESTART, AgentRequest, RequestListener
+from rallypoint.launch.monitoring.native_stacks import add_native
 from rallypoint.launch.monitoring.node_reporter import NodeReporter
 from rallypoint.launch.monitoring.stack_dump import dump_stacks, process_state, state_word
 from rallypoint.launch.workers.worker_group import WorkerGroup
@@ -27,7 +28,7 @@ class NodeMonitor:
 
     def __init__(self, job: Job, wake: Callable[[], object], events: Events) -> None:
         self.reporter = NodeReporter(job)
-        self._requests = RequestListener(job.run_id, self.stacks, self._carry_out)
+        self._requests = RequestListener(job.run_id, self._requested_stacks, self._carry_out)
         self._wake = wake
         self._events = events
         self.restart: AgentRequest | None = None
@@ -103,6 +104,10 @@ class NodeMonitor:
         found = dump_stacks(wanted, self._node, cancelled=cancelled)
         running = [one for one in found if one.state != "ended"]
         return [msgspec.structs.replace(one, stopped_s=self._stopped_s(pids[one.rank])) for one in running]
+
+    def _requested_stacks(self, request: AgentRequest) -> list[RankStack]:
+        found = self.stacks(request.ranks)
+        return add_native(found, every=request.ranks is not None) if request.native else found
 
     def _carry_out(self, request: AgentRequest) -> None:
         """Carry out a request of an operator; in the thread of the watch."""

@@ -65,7 +65,7 @@ class _Dump:
     def __init__(self, worker: WorkerEntry) -> None:
         self._worker, self._reader = worker, RecordReader(worker)
         self._progress, point = self._reader.read()
-        self._pid = worker.pid if point is None else point.pid
+        self._pid = worker.pid if point is None or not _is_in_session(point.pid, worker.pid) else point.pid
         self._note, self._state = "", process_state(self._pid)
         self._blocking: set[str] = set()
         self._start = self._size()
@@ -84,7 +84,7 @@ class _Dump:
         try:
             file = os.path.realpath(self._reader.stack_file)
             return (
-                os.getsid(self._pid) == self._worker.pid
+                _is_in_session(self._pid, self._worker.pid)
                 and os.readlink(f"/proc/{self._pid}/fd/{descriptor}") == file
                 and _has(f"/proc/{self._pid}/status", "SigCgt")
             )
@@ -133,6 +133,12 @@ class _Dump:
             tasks = os.listdir(f"/proc/{self._pid}/task")
             return {task for task in tasks if _has(f"/proc/{self._pid}/task/{task}/status", mask)}
         return set()
+
+
+def _is_in_session(pid: int, leader: int) -> bool:
+    with contextlib.suppress(OSError):
+        return os.getsid(pid) == leader
+    return False
 
 
 def _has(status: str, mask: str) -> bool:

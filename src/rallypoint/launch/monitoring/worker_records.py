@@ -2,7 +2,8 @@
 
     DIR/records            64 bytes for each local rank (below)
     DIR/stacks.LOCAL_RANK  where the worker's faulthandler writes its stacks
-    DIR/agent.json         the run, the node, and the workers, for `rallypoint stacks` on this machine
+    DIR/agent.json         the run, its store, the node, and the workers, for commands on this machine (local_agents.py)
+    DIR/token              the token of the store, if the agent made it for a private server
 
 DIR belongs to the agent, which removes it; its parent belongs to the user (mode 0700). A worker gets the path
 `DIR/LOCAL_RANK` in RALLYPOINT_MONITOR. Its record has eight integers of eight bytes, each of which is written as a
@@ -25,7 +26,6 @@ import stat
 import struct
 import tempfile
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -35,16 +35,17 @@ from rallypoint.launch.monitoring.progress_record import MONITOR_VARIABLE, RECOR
 
 __all__ = [
     "DUMP_SIGNAL",
+    "TOKEN_FILE",
     "AgentEntry",
     "RecordReader",
     "WorkerEntry",
     "WorkerRecords",
-    "agents_here",
+    "directory_name",
     "with_hook",
 ]
 
-SYSTEM_TEMPORARY = "/tmp"
-"""A second directory to search for agents of this user: a job may have a TMPDIR of its own, or none."""
+TOKEN_FILE = "token"
+"""The file with the token of a private server."""
 
 HOOK = str(Path(__file__).parent / "hook")
 """The directory of the hook that Python workers import at start-up."""
@@ -71,6 +72,11 @@ class AgentEntry(msgspec.Struct, frozen=True):
     node: str
     pid: int
     workers: tuple[WorkerEntry, ...] = ()
+    url: str = ""
+    """The address of the run's store for clients, without secrets."""
+
+    directory: str = ""
+    """The directory that it was read from."""
 
 
 class LastProgress(NamedTuple):
@@ -129,14 +135,14 @@ class WorkerRecords:
             file.truncate(RECORD_BYTES * self._size)
             return mmap.mmap(file.fileno(), RECORD_BYTES * self._size)
 
-    def publish(self, entry: AgentEntry) -> None:
-        """Write agent.json."""
+    def publish(self, entry: AgentEntry, token: str) -> None:
+        """Write agent.json, and the token of a private server, if there is one."""
         if self.directory is None or self._map is None:
             return
         with contextlib.suppress(OSError):
-            made = self.directory / "agent.json.new"
-            made.write_bytes(msgspec.json.encode(entry))
-            made.replace(self.directory / "agent.json")
+            if token:
+                _replace(self.directory / TOKEN_FILE, token.encode("ascii"))
+            _replace(self.directory / "agent.json", msgspec.json.encode(entry))
 
     def entry(self, rank: int, local_rank: int, pid: int) -> WorkerEntry:
         """Return the entry of a worker that was started."""
@@ -185,24 +191,22 @@ def _progress(step: int, at_ns: int) -> LastProgress | None:
     return LastProgress(step, max(0.0, (time.monotonic_ns() - at_ns) / 1e9)) if at_ns else None
 
 
-def agents_here() -> Iterator[AgentEntry]:
-    """Yield the agents of this user on this machine that run workers."""
-    for base in dict.fromkeys((tempfile.gettempdir(), SYSTEM_TEMPORARY)):
-        for path in Path(base).glob(f"{_name()}/*/agent.json"):
-            with contextlib.suppress(OSError, msgspec.DecodeError):
-                if path.stat().st_uid == os.geteuid():
-                    entry = msgspec.json.decode(path.read_bytes(), type=AgentEntry)
-                    os.kill(entry.pid, 0)  # raises if the agent was killed, and left its files behind
-                    yield entry
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file that only this user can read; readers see the old content or the new."""
+    made = path.with_name(f"{path.name}.new")
+    with open(os.open(made, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
+        file.write(data)
+    made.replace(path)
 
 
-def _name() -> str:
-    return f"rallypoint-{os.geteuid()}"
+def directory_name(user: object) -> str:
+    """Return the name of a user's directory for agents, by the id of the user."""
+    return f"rallypoint-{user}"
 
 
 def _user_directory() -> Path:
     """Create and return the directory of this user for its agents; raise OSError if it is not private."""
-    made = Path(tempfile.gettempdir(), _name())
+    made = Path(tempfile.gettempdir(), directory_name(os.geteuid()))
     with contextlib.suppress(FileExistsError):
         made.mkdir(mode=0o700)
     facts = made.lstat()

@@ -90,12 +90,14 @@ class WorkerGroup:
         return None
 
     def _publish(self) -> None:
-        """Publish which workers there are, for this agent's reports and for `rallypoint stacks`."""
+        """Publish which workers there are, for this agent's reports and for commands on this machine."""
         self.entries = tuple(
             self.records.entry(rank, rank - self._round.first, worker.pid)
             for rank, (worker, _, _) in sorted(self._workers.items())
         )
-        self.records.publish(AgentEntry(self._round.run_id, self._round.node, os.getpid(), self.entries))
+        spec = self._round
+        own = "" if self._job.credentials.token else spec.credentials.run_token  # made for this run
+        self.records.publish(AgentEntry(spec.run_id, spec.node, os.getpid(), self.entries, spec.url), own)
 
     def restarts_of(self, rank: int) -> int:
         """Return how often a worker was started again in this round."""
