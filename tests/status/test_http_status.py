@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.etcd.access import base64, post
 from tests.pages import read_page
 from tests.raw_peer import AMPLE_S, ServerProcess, http, until
 from tests.relay.relays import RelayThread
@@ -117,6 +118,31 @@ def test_a_standby_says_where_the_leader_is(etcd_url: str, tmp_path: Path) -> No
         assert at_leader.role == "leader" and at_leader.storage["epoch"] >= 1
         page = http(servers[standby].address, b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n").decode()
         assert f"the leader is at {leader.url}" in page
+
+
+@pytest.mark.needs("etcd")
+def test_a_leader_says_how_far_its_followers_are_behind(etcd_url: str, tmp_path: Path) -> None:
+    with Servers(etcd_url, tmp_path, 3) as servers, rallypoint.connect(servers.url()) as store:
+        leader, standbys = servers[servers.leader()], {servers[index].url for index in servers.standbys()}
+        before = until(lambda: status_of(leader.url), lambda model: len(model.followers) == 2)
+        for number in range(20):
+            store.set(f"key {number}", b"")
+
+        def caught_up(model: ServerStatus) -> bool:
+            head = int(model.storage["index"])
+            return head >= int(before.storage["index"]) + 20 and all(one.index == head for one in model.followers)
+
+        found = until(lambda: status_of(leader.url), caught_up)
+        assert {one.url for one in found.followers} == standbys
+        assert [one.behind for one in found.followers] == [0, 0]
+        place, _, space = etcd_url.removeprefix("etcd://").rpartition("/")
+        for name, value in (("bad", "no JSON"), ("slow", '{"url": "tcp://slow:1", "index": 3}')):
+            body = {"key": base64(f"{space}/followers/{name}"), "value": base64(value)}
+            post(place.partition(",")[0], "/v3/kv/put", body)  # the bad one does not disturb the leader
+        slow = until(lambda: status_of(leader.url), lambda model: len(model.followers) == 3)
+        assert {one.behind for one in slow.followers if one.url == "tcp://slow:1"} == {int(slow.storage["index"]) - 3}
+        servers.kill(servers.standbys()[0])
+        until(lambda: status_of(leader.url), lambda model: len(model.followers) == 2)
 
 
 def test_watchers_over_the_limit_are_refused_and_others_make_room(tmp_path: Path) -> None:

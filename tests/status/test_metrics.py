@@ -46,6 +46,7 @@ def test_hostile_names_are_escaped_and_come_back() -> None:
     assert value(families, "rallypoint_run_phase", run=HOSTILE, phase="gathering") == 1
     assert value(families, "rallypoint_straggler_late_seconds", member=HOSTILE, name=HOSTILE) == 1.0
     assert value(families, "rallypoint_rank_state", rank="2", state=HOSTILE) == 1
+    assert value(families, "rallypoint_follower_behind_commits", server=HOSTILE) == 2
 
 
 def test_ranks_and_members_have_series_only_if_asked_for() -> None:

@@ -8,6 +8,7 @@ import pytest
 
 from rallypoint.core.run_report import FailureReport, RankReport
 from rallypoint.server.status.model import (
+    FollowerStatus,
     GroupStatus,
     LockStatus,
     MeetingStatus,
@@ -42,6 +43,7 @@ def full(name: str) -> ServerStatus:
     return status(
         trouble=name,
         servers=[name],
+        followers=[FollowerStatus(url=name, index=1, behind=2)],
         runs=[run],
         meetings=[MeetingStatus(kind="barrier", name=name, size=2, arrived=1, missing=[name], waited_s=1.0,
                                 last_arrival_s=1.0, withdrawn=[name], reason=name)],
@@ -96,6 +98,16 @@ def test_standbys_and_relays_say_what_they_are() -> None:
     assert "the leader is at tcp://b:1" in render_text(standby)
     relay = ServerStatus(role="relay", version="1", pid=1, uptime_s=1.0, upstream="tcp://c:1", trouble="gone")
     assert "relays tcp://c:1\n  trouble: gone" in render_text(relay)
+
+
+def test_followers_say_how_far_they_are_behind() -> None:
+    followers = [FollowerStatus(url=f"tcp://b:{behind}", index=9, behind=behind) for behind in (0, 1, 12)]
+    shown = render_text(status(servers=["tcp://b:1"], followers=followers))
+    assert [line.strip() for line in shown.splitlines() if "follower" in line] == [
+        "follower tcp://b:0: up to date",
+        "follower tcp://b:1: 1 commit behind",
+        "follower tcp://b:12: 12 commits behind",
+    ]
 
 
 def test_the_model_survives_its_encoding() -> None:

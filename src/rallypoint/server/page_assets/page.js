@@ -176,7 +176,10 @@
     leases.dataset.key = "leases";
     return [el("h2", "Server"), el("section.card", el("dl", Object.entries(facts).flatMap(([name, fact]) =>
       el("div", el("dt", name.replaceAll("_", " ")), el("dd", fact)))),
-      model.servers.length ? el("p", "servers: " + model.servers.join(", ")) : "", model.leases.length ? leases : "")];
+      model.servers.length ? el("p", "servers: " + model.servers.join(", ")) : "",
+      model.followers.map((one) => el("p", "follower " + one.url + ": " +
+        (one.behind ? plural(one.behind, "commit") + " behind" : "up to date"))),
+      model.leases.length ? leases : "")];
   }
   function summary(model) {
     const where = model.role === "standby" ? model.leader ? "the leader is at " + model.leader : "no leader: " + model.trouble
@@ -211,7 +214,7 @@
     draw("stragglers", model.stragglers.map((one) => [one, one.late_s]), () => stragglers(model));
     draw("history", [rounds, failures], () => history(model));
     draw("server", [model.connections, model.sessions, model.bytes, model.keys, model.waiting, model.leased_keys,
-      model.namespaces, model.watchers, model.counters, model.storage, model.servers, model.leases], () => server(model));
+      model.namespaces, model.watchers, model.counters, model.storage, model.servers, model.followers, model.leases], () => server(model));
   }
 
   // The connection

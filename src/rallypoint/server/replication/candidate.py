@@ -19,6 +19,8 @@ import secrets
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from rallypoint.deadline import Deadline
 from rallypoint.errors import EtcdRefused, NoQuorum, RallypointError
 from rallypoint.etcd import requests, responses
@@ -26,7 +28,7 @@ from rallypoint.etcd.address import Address
 from rallypoint.etcd.client import EtcdClient, LeaseGone, Refusal
 from rallypoint.etcd.lease import EtcdLease
 from rallypoint.etcd.requests import Method, Txn
-from rallypoint.storage.etcd.layout import Layout, LeaderEntry, ServerEntry, encode
+from rallypoint.storage.etcd.layout import FollowerEntry, Layout, LeaderEntry, ServerEntry, encode
 from rallypoint.storage.etcd.reader import Head, Reader
 from rallypoint.storage.etcd.storage import LATE_S
 
@@ -49,6 +51,12 @@ FULL_S = 1.0
 CLOSE_S = 2.0
 """How long revoking the lease may take at the end; if it fails, the lease expires by itself."""
 
+REPORT_S = 0.5
+"""Interval of a standby's reports, if it has followed the log further; with every write of its own, etcd grows."""
+
+MAX_FOLLOWERS = 64
+"""Maximum number of reports read."""
+
 LATE_REPLY = f"no answer from etcd for {LATE_S:g} s"
 
 
@@ -63,7 +71,8 @@ class Candidate:
         self.store: EtcdLease | None = None
         self._client, self._address, self._url = client, address, url
         self._layout = Layout(address.space)
-        self._key = self._layout.server(secrets.token_hex(8))
+        identity = secrets.token_hex(8)
+        self._key, self._report_key = self._layout.server(identity), self._layout.follower(identity)
         self._store_s = max(store_s, 2.0 * LEASE_S)
         self._on_trouble = on_trouble
 
@@ -146,16 +155,32 @@ class Candidate:
         found: Head = await self.attempt(self.reader.head)  # an earlier attempt may have succeeded
         return epoch if found.leader == LeaderEntry(self._url, epoch) else 0
 
-    async def beat(self, epoch: int, lease: int) -> bool:
-        """Write the leader's key as its heartbeat; return whether this server still leads.
+    async def report(self, index: Callable[[], int]) -> None:
+        """Report the last log index that this standby has applied, whenever it has changed; never returns."""
+        written = -1
+        while True:
+            now = index()
+            if now != written and self.own is not None:
+                put = requests.put(self._report_key, encode(FollowerEntry(self._url, now)), self.own.id)
+                with contextlib.suppress(NoQuorum, Refusal):
+                    await self._client.call(Method.TXN, Txn([], [put]).encode(), Deadline(CALL_S))
+                    written = now
+            await asyncio.sleep(REPORT_S)
+
+    async def beat(self, epoch: int, lease: int) -> list[FollowerEntry] | None:
+        """Write the leader's key as its heartbeat; return the reports of the standbys, None if another server leads.
 
         Raises NoQuorum or Refusal if the outcome is unknown.
         """
         assert self.own is not None
         put = requests.put(self._layout.leader, encode(LeaderEntry(self._url, epoch)), self.own.id)
-        request = Txn(self._layout.fence(epoch, lease), [put]).encode()
-        answer = await self._client.call(Method.TXN, request, Deadline(CALL_S))
-        return responses.read_txn(answer.data).succeeded
+        reports = requests.get(self._layout.followers, requests.next_after(self._layout.followers), MAX_FOLLOWERS)
+        request = Txn(self._layout.fence(epoch, lease), [put, reports]).encode()
+        result = responses.read_txn((await self._client.call(Method.TXN, request, Deadline(CALL_S))).data)
+        if not result.succeeded:
+            return None
+        found = (_read_follower(one.value) for answer in result.answers for one in answer.kvs)
+        return [one for one in found if one is not None and one.url != self._url]
 
     async def close(self) -> None:
         """Stop keeping leases alive, and revoke this server's own, so that others notice at once."""
@@ -187,3 +212,9 @@ class Candidate:
     async def _make(self, txn: Txn) -> Any:
         request = txn.encode()
         return await self.attempt(lambda deadline: self._client.call(Method.TXN, request, deadline))
+
+
+def _read_follower(value: bytes) -> FollowerEntry | None:
+    with contextlib.suppress(msgspec.DecodeError):
+        return msgspec.json.decode(value, type=FollowerEntry)
+    return None

@@ -173,24 +173,24 @@ class ReplicatedServer:
     async def _stand_by(self, follower: LogFollower, head: Head, leader: LeaderEntry, own: EtcdLease) -> None:
         """Follow the log until the leader is lost, or something other than the log has changed."""
         self._settled.set()
-        changed = asyncio.Event()
-        layout = self._layout
+        changed, layout = asyncio.Event(), self._layout
 
         def take(answer: WatchAnswer) -> None:
             for change in answer.changes:
                 if change.key.startswith(layout.entries):
                     if change.value is not None:
                         follower.take(layout.index(change.key), change.value)
-                elif not change.key.startswith(layout.snapshots) and (change.key, change.value) != beat:
+                elif not change.key.startswith(ignored) and (change.key, change.value) != beat:
                     changed.set()
 
         self._back_s = MOVE_S
-        beat = (layout.leader, encode(leader))
+        beat, ignored = (layout.leader, encode(leader)), (layout.snapshots, layout.followers)
         following = watch(self._client, layout.prefix, layout.end, head.revision + 1, take)
         if self._silence is None or self._silence.epoch != leader.epoch:
             self._silence = LeaderSilence(leader.epoch, self._candidate.reader, self._candidate.enlist)
         silent, gone = self._silence.wait(), leader_gone(read_server(leader.url) or NOWHERE, self._security)
-        waits = [*map(asyncio.ensure_future, (gone, following, silent, changed.wait(), own.ended.wait()))]
+        reporting = self._candidate.report(lambda: follower.index)
+        waits = [*map(asyncio.ensure_future, (gone, following, silent, changed.wait(), own.ended.wait(), reporting))]
         try:
             await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
             if waits[1].done():
@@ -200,10 +200,9 @@ class ReplicatedServer:
                     log.warning("leader at %s lost: %s", leader.url, why)
                     self._dead_epoch = leader.epoch
                     self._back_s = RETURN_S if one is waits[0] else MOVE_S
-            for one in waits[1:2]:
-                if one.done():
-                    with contextlib.suppress(Overtaken):
-                        one.result()
+            with contextlib.suppress(Overtaken):
+                if waits[1].done():
+                    waits[1].result()
         finally:
             for one in waits:
                 one.cancel()
@@ -277,8 +276,10 @@ class ReplicatedServer:
         """Write heartbeats; return once another server leads. Without requests, only a heartbeat shows that."""
         while True:
             with contextlib.suppress(NoQuorum, Refusal):
-                if not await self._candidate.beat(epoch, lease):
+                followers = await self._candidate.beat(epoch, lease)
+                if followers is None:
                     return
+                self.server.status.followers = followers
             await asyncio.sleep(BEAT_S)
 
     async def _watch_servers(self, server: StoreServer, head: Head) -> None:

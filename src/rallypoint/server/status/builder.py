@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from rallypoint.core.state import Namespace
 from rallypoint.protocol.native import read_standby
 from rallypoint.server.status.history import History
-from rallypoint.server.status.model import LeaseStatus, ServerStatus, StragglerStatus
+from rallypoint.server.status.model import FollowerStatus, LeaseStatus, ServerStatus, StragglerStatus
 from rallypoint.server.status.objects import describe_objects
 from rallypoint.server.status.reports import MAX_OVER, MAX_RUNS, ReportReader, RunSource, shown_name
 from rallypoint.server.status.runs import RunDescriber
@@ -64,6 +64,7 @@ class StatusBuilder:
                 status.leader, status.servers, status.trouble = told.leader, list(told.servers), told.why
             return status
         status.servers = list(server.notices.servers)
+        status.followers = self._followers()
         if server.storage is not None:
             status.storage = {
                 **server.storage.statistics(),
@@ -88,7 +89,7 @@ class StatusBuilder:
         """Return a value that differs whenever the model may have changed, apart from durations."""
         server = self._server
         revisions = tuple((one.id, one.engine.revision) for one in server.state.namespaces.values())
-        notices = (server.notices.trouble, len(server.notices.servers))
+        notices = (server.notices.trouble, len(server.notices.servers), tuple(server.status.followers))
         counts = (server.listener.connections, len(server.state.sessions), server.listener.admission.denied.total)
         return revisions, notices, counts, server.elsewhere
 
@@ -113,6 +114,14 @@ class StatusBuilder:
         if self._server.elsewhere:
             return "standby"
         return "leader" if self._server.notices.servers else "server"
+
+    def _followers(self) -> list[FollowerStatus]:
+        storage = self._server.storage
+        head = 0 if storage is None else int(storage.statistics().get("index", 0))
+        return [
+            FollowerStatus(url=one.url, index=one.index, behind=max(0, head - one.index))
+            for one in self._server.status.followers
+        ]
 
     def _describe_namespace(self, status: ServerStatus, namespace: Namespace) -> Iterator[None]:
         """Add the counts and the objects of a namespace."""

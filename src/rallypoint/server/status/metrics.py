@@ -88,6 +88,14 @@ def _server(status: ServerStatus) -> Iterator[Family]:
             yield f"rallypoint_{name}_total", counter, words, _one(storage[name])
     if "epoch" in storage:
         yield "rallypoint_leader_epoch", gauge, "The number of this leader.", _one(storage["epoch"])
+    behind = {one.url: one.behind for one in status.followers}
+    words = "Commits that a standby has not applied, as of its last report."
+    yield (
+        "rallypoint_follower_behind_commits",
+        gauge,
+        words,
+        [((("server", url),), count) for url, count in behind.items()],
+    )
     for name, count in status.counters.items():
         kind = "counter" if name.startswith("requests_") else "gauge"
         yield f"rallypoint_relay_{name}{'_total' if kind == 'counter' else ''}", kind, "Of this relay.", _one(count)

@@ -15,6 +15,7 @@ from msgspec import Struct
 from rallypoint.core.run_report import FailureReport, RankReport
 
 __all__ = [
+    "FollowerStatus",
     "GroupStatus",
     "LeaseStatus",
     "LockStatus",
@@ -201,6 +202,17 @@ class PastFailure(Struct, kw_only=True):
     failure: FailureReport
 
 
+class FollowerStatus(Struct, kw_only=True):
+    """A standby, as of its last report, about a second ago."""
+
+    url: str
+    index: int
+    """The last log index that it has applied."""
+
+    behind: int
+    """Commits that it has not applied yet; one of more than 1 MiB counts several times."""
+
+
 class ServerStatus(Struct, kw_only=True):
     """Everything that a server shows of itself."""
 
@@ -215,6 +227,9 @@ class ServerStatus(Struct, kw_only=True):
 
     servers: list[str] = []
     """The servers of a replicated store."""
+
+    followers: list[FollowerStatus] = []
+    """The standbys that follow the log of this leader."""
 
     upstream: str = ""
     """The store of a relay."""

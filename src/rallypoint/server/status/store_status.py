@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rallypoint.core.state import Namespace
     from rallypoint.server.server import StoreServer
     from rallypoint.server.status.source import StatusSource
+    from rallypoint.storage.etcd.layout import FollowerEntry
 
 __all__ = ["RUN_KEYS", "StoreStatus"]
 
@@ -28,6 +29,9 @@ class StoreStatus:
     """The models of one store server."""
 
     def __init__(self, server: StoreServer) -> None:
+        self.followers: list[FollowerEntry] = []
+        """The last reports of the standbys, if this server leads."""
+
         self._server = server
         self._source: StatusSource | None = None
 

@@ -73,6 +73,8 @@ def _head(status: ServerStatus) -> Iterator[str]:
         yield "  the disk is full: changes are refused"
     if status.servers:
         yield f"  servers: {_names(status.servers, 0)}"
+    for one in status.followers:
+        yield f"  follower {one.url}: {_count(one.behind, 'commit') + ' behind' if one.behind else 'up to date'}"
     memory = f"{size_text(status.bytes)} of {size_text(status.max_bytes)}"
     counts = [_count(status.connections, "connection"), _count(status.sessions, "session")]
     counts += [_count(status.keys, "key"), f"{status.waiting} waiting", memory]

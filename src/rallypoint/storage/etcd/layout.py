@@ -4,6 +4,7 @@
     NAME/epoch               a number, incremented by every new leader; each append compares it
     NAME/leader              {"url": …, "epoch": …}: the leader; attached to the lease of that server
     NAME/servers/ID          {"url": …}: a leader or standby; attached to the lease of that server
+    NAME/followers/ID        {"url": …, "index": …}: how far a standby has followed the log; on the lease of that server
     NAME/seats/N             a permit to start a server (`lookup.py`); attached to a lease of its own
     NAME/log/INDEX           a batch of entries, or a part of one (`batch.py`)
     NAME/snapshot            {"index": …, "parts": …, "bytes": …}: the head of the newest snapshot
@@ -18,7 +19,7 @@ import msgspec
 
 from rallypoint.etcd.requests import Compare, lease_is, next_after, value_is
 
-__all__ = ["Layout", "LeaderEntry", "ServerEntry", "SnapshotHead", "encode"]
+__all__ = ["FollowerEntry", "Layout", "LeaderEntry", "ServerEntry", "SnapshotHead", "encode"]
 
 
 class LeaderEntry(msgspec.Struct, frozen=True):
@@ -32,6 +33,13 @@ class ServerEntry(msgspec.Struct, frozen=True):
     """A server of the store."""
 
     url: str
+
+
+class FollowerEntry(msgspec.Struct, frozen=True):
+    """A standby, and the last log index that it has applied."""
+
+    url: str
+    index: int
 
 
 class SnapshotHead(msgspec.Struct, frozen=True):
@@ -57,6 +65,7 @@ class Layout:
         self.leader = self.prefix + b"leader"
         self.snapshot = self.prefix + b"snapshot"
         self.servers = self.prefix + b"servers/"
+        self.followers = self.prefix + b"followers/"
         self.permits = self.prefix + b"seats/"
         self.entries = self.prefix + b"log/"
         self.entries_end = next_after(self.entries)
@@ -80,6 +89,10 @@ class Layout:
     def server(self, identity: str) -> bytes:
         """Return the key of a server."""
         return self.servers + identity.encode()
+
+    def follower(self, identity: str) -> bytes:
+        """Return the key of a standby's report."""
+        return self.followers + identity.encode()
 
     def parts(self, index: int) -> bytes:
         """Return the prefix of the keys of a snapshot's parts."""
