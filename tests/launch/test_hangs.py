@@ -117,7 +117,7 @@ def test_only_the_rank_that_hangs_restarts_with_worker_restarts(place: Place) ->
         if rank:
             rallypoint.worker().progress(1)
         if rank == 2:
-            sys.exit()  # done, and silent for that reason
+            os._exit(0)  # done, and silent for that reason
         if rank == 1:
             hang()
         rallypoint.worker().store.wait(["back"], 60)  # never calls progress: it is not blamed
@@ -180,6 +180,15 @@ def test_a_worker_that_does_not_answer_is_restarted_all_the_same(place: Place) -
     ended_well(node)
     (event,) = [event for event in node.events() if event["event"] == "hang"]
     assert event["ranks"] == [0] and "no answer within" in event["reason"], json.dumps(event)
+
+
+def test_one_node_looks_although_the_stacks_take_long(place: Place) -> None:
+    script = place.script("if restarts: sys.exit()\n" + UNANSWERED)  # on both nodes: each dump takes all of its time
+    words = ["--hang-timeout", 1, "--max-restarts", 1, script]
+    nodes = [place.node(name, "--node-rank", at, *words) for at, name in enumerate(("n0", "n1"))]
+    ended_well(*nodes)
+    lines = [line for node in nodes for line in re.findall(r"^.* hangs?: .*$", node.err, re.M)]
+    assert len(lines) == 1, "\n".join(lines)
 
 
 def test_restarts_without_a_new_step_end_the_job(place: Place) -> None:

@@ -21,6 +21,7 @@ from rallypoint.launch.events import Events
 from rallypoint.launch.failures import Failure
 from rallypoint.launch.job import Job
 from rallypoint.launch.monitoring.agent_requests import STACKS, AgentRequest, ask_agents
+from rallypoint.launch.monitoring.stack_dump import DUMP_S
 from rallypoint.launch.node_run import NodeRun
 from rallypoint.launch.round_spec import RoundSpec
 from rallypoint.launch.wakeup_pipe import WakeupPipe
@@ -34,6 +35,9 @@ LOOKS = 8
 
 ANSWER_S = 5.0
 """How long the agents of other nodes may take to send their stacks."""
+
+LOOK_S = ANSWER_S + 2 * DUMP_S
+"""How long the look of one agent may take before another one looks as well: it may be gone."""
 
 STACK_FRAMES = 30
 
@@ -78,7 +82,8 @@ class HangWatch:
 
     def _is_first(self) -> bool:
         """Return whether this agent is to look at the stacks of all nodes; true if it only looks at its own."""
-        return not self._looks_everywhere or self._run.run_state.claim_hang(self._spec.node, self._timeout_s)
+        patience_s = max(LOOK_S, self._timeout_s)
+        return not self._looks_everywhere or self._run.run_state.claim_hang(self._spec.node, patience_s)
 
     @property
     def _looks_everywhere(self) -> bool:
