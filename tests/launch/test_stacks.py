@@ -89,6 +89,29 @@ def test_stacks_of_all_nodes_come_through_the_store(place: Place) -> None:
         assert not [key for key in store.list_keys() if "ask:" in key or "answer:" in key]
 
 
+def test_dumps_do_no_harm_to_a_worker_whose_threads_run(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    script = place.script("""
+        import threading
+        def deeper(depth):
+            return deeper(depth - 1) if depth else [number for number in range(9)]
+        def busy():
+            while True:
+                deeper(60)
+        for _ in range(3):
+            threading.Thread(target=busy, daemon=True).start()
+        stay()
+    """)
+    node = place.run(script)
+    pids = node.up(0, world=1)
+    workers = entries(place, node, monkeypatch)
+    for _ in range(300):
+        (found,) = dump_stacks(workers, "n0")
+        assert found.state == "running" and found.pid == pids[0], node.text()
+    assert "busy" not in until(lambda: dump_stacks(workers, "n0")[0].text, lambda text: " in hang\n" in text)
+    node.signal("SIGTERM")
+    assert node.end() == 143, node.text()
+
+
 @pytest.mark.parametrize("how", ["execs", "closes its descriptors", "is no Python", "uses -I"])
 def test_a_process_that_cannot_answer_is_not_signalled(place: Place, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     commands = {

@@ -42,7 +42,9 @@ def _of_a_store(store: Store, run: str | None, ranks: list[int] | None, native: 
 
 @store_command("stacks", optional=True)
 @click.argument("run", required=False)
-@click.option("--rank", "ranks", type=int, multiple=True, help="Only this rank, with all of its threads; repeatable.")
+@click.option(
+    "--rank", "ranks", type=int, multiple=True, help="Only this rank; repeatable. With --native, all of its threads."
+)
 @click.option("--native", is_flag=True, help="Add native frames, by py-spy; it pauses a worker for a moment.")
 @click.option("--json", "as_json", is_flag=True, help="Print the stacks of all ranks as JSON.")
 def command(store: Store | None, run: str | None, ranks: tuple[int, ...], native: bool, as_json: bool) -> None:
@@ -75,8 +77,7 @@ def _print_folded(found: list[RankStack]) -> None:
     for group in groups:
         if group.stack:
             print_value("")
-            more = f" (and {group.threads - 1} more threads: --rank {group.ranks[0]})" if group.threads > 1 else ""
-            print_value(printable(f"{group}{more}"))
+            print_value(printable(group))
             print_value("\n".join(f"    {printable(frame)}" for frame in group.stack))
         if group.native:
             print_value("  with native frames (py-spy):")

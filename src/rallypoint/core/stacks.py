@@ -1,6 +1,6 @@
 """Stacks of workers: parsing what Python's faulthandler wrote, and folding equal stacks of many ranks into one line.
 
-The stack of a rank is that of its main thread, which faulthandler writes last; the other threads are kept in the text.
+The stack of a rank is that of its main thread. In a dump of several threads, faulthandler writes it last.
 A group is made of ranks that are at the same place: the same calls of the user's own code, and the same library
 function called from there. Where they are inside of that function differs from moment to moment, and does not matter.
 The place is shown as `all_reduce (train.py:41)`. Rare ones come first: the odd one out is usually the one to look at.
@@ -76,7 +76,7 @@ class RankStack(Struct, frozen=True, kw_only=True, omit_defaults=True):
     node: Annotated[str, Meta(max_length=512)] = ""
     pid: int = 0
     text: Annotated[str, Meta(max_length=MAX_STACK_BYTES)] = ""
-    """What faulthandler wrote: the stacks of all threads."""
+    """What faulthandler wrote."""
 
     note: Annotated[str, Meta(max_length=512)] = ""
     """Why there is no stack."""
@@ -124,9 +124,6 @@ class StackGroup(NamedTuple):
     ranks: list[int]
     place: str
     stack: tuple[Frame, ...]
-    threads: int
-    """The number of threads of its first rank."""
-
     native: list[str]
     """The stack with native frames, if it is known."""
 
@@ -171,16 +168,11 @@ def fold(stacks: Iterable[RankStack]) -> list[StackGroup]:
             [one.rank for one in ranks],
             ranks[0].place,
             ranks[0].stack,
-            len(_thread_lines(ranks[0].text)),
             next((one.native_frames for one in ranks if one.native), []),
         )
         for ranks in groups.values()
     ]
     return sorted(made, key=lambda group: (len(group.ranks), group.ranks))
-
-
-def _thread_lines(text: str) -> list[str]:
-    return [line for line in text.splitlines() if _THREAD.match(line)]
 
 
 def describe_groups(groups: Sequence[StackGroup]) -> str:

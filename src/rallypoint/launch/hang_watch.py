@@ -127,7 +127,7 @@ class HangWatch:
 
 
 def _listed(reason: str, stacks: list[RankStack]) -> str:
-    """Return the content of a stack file: the reason, the places, and the stacks of all threads of all ranks."""
+    """Return the content of a stack file: the reason, the places, and the stacks of all ranks."""
     lines = [reason, "", *map(str, fold(stacks))]
     for one in sorted(stacks, key=lambda one: one.rank):
         lines += ["", f"rank {one.rank} on {one.node} (pid {one.pid}), step {one.step}: {one.place}", one.text.rstrip()]

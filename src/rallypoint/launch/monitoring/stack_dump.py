@@ -3,7 +3,8 @@
 A worker is sent the dump signal only if its hook has registered it, the process still catches the signal, and the
 descriptor that it would write to is still its stack file: a process that has executed another program, or has closed
 all of its descriptors, is left alone. The kernel blocks the signal while the handler runs, which shows when a dump is
-complete. A stopped process cannot answer, and is reported as stopped.
+complete. The signal goes to the main thread, which writes its own stack: another thread would write its own. A stopped
+process cannot answer, and is reported as stopped.
 
 Rejected: waiting until the stack file stops growing. On a busy machine that cuts dumps short.
 """
@@ -78,7 +79,7 @@ class _Dump:
         else:
             self._blocking = self._threads_with("SigBlk")
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(self._pid, DUMP_SIGNAL)
+                _signal_main_thread(self._pid, DUMP_SIGNAL)
 
     def _may_signal(self, descriptor: int) -> bool:
         try:
@@ -133,6 +134,20 @@ class _Dump:
             tasks = os.listdir(f"/proc/{self._pid}/task")
             return {task for task in tasks if _has(f"/proc/{self._pid}/task/{task}/status", mask)}
         return set()
+
+
+def _signal_main_thread(pid: int, number: int) -> None:
+    """Send a signal to the main thread of a process; to the process, if the C library has no `tgkill`."""
+    import ctypes  # for dumps only
+
+    try:
+        tgkill = ctypes.CDLL(None, use_errno=True).tgkill
+    except AttributeError:
+        os.kill(pid, number)
+        return
+    if tgkill(pid, pid, number):
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code))
 
 
 def _is_in_session(pid: int, leader: int) -> bool:

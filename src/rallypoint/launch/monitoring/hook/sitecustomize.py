@@ -1,11 +1,13 @@
 """Registers a Python worker of `rallypoint run` for stack dumps; Python imports this at start-up (PYTHONPATH).
 
-`faulthandler` writes the stacks of all threads from a C signal handler, so it answers even while C code holds the
+`faulthandler` writes the stack of the main thread from a C signal handler, so it answers even while C code holds the
 interpreter lock. The hook tells the agent its process and descriptor in the worker's record (worker_records.py), then
 removes itself from the path and the environment, and imports the sitecustomize module of the user, if there is one:
 children do not inherit the hook. It imports nothing of the package, runs on any Python, which need not be that of the
 agent (without effect on 2), and whatever fails leaves the worker as it is.
 
+Rejected: the stacks of all threads. The others run on meanwhile, and to read frames that change may crash the worker:
+with two busy threads, once in a few hundred dumps.
 Rejected: to start scripts through a module of ours (`__main__` would be ours), and a .pth file (all programs of the
 environment would pay for it).
 """
@@ -31,7 +33,7 @@ def _register():  # type: () -> None
             return  # a parent of this process has registered
         stacks = os.open(os.path.join(folder, "stacks." + local), os.O_WRONLY | os.O_APPEND)
         stacks = _moved(stacks)
-        faulthandler.register(numbers[4], file=stacks, all_threads=True, chain=False)
+        faulthandler.register(numbers[4], file=stacks, all_threads=False, chain=False)
         for number, at in ((stacks, 24), (os.getpid(), 16)):
             os.pwrite(records, number.to_bytes(8, sys.byteorder), start + at)
     finally:
