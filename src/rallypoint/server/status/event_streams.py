@@ -3,7 +3,7 @@
     event: status
     data: the model (`status/model.py`), as JSON in one line
 
-A new watcher gets the model at once; then all get it when it may have changed, at most once a second, and every
+A new watcher gets the model at once; then all get it when it may have changed, at most twice a second, and every
 `RESYNC_S` in any case, so that durations stay true and a dead connection is noticed. It is built and encoded once for
 all of them. The number of watchers is bounded; one that does not read is skipped, and disconnected after `SLOW_S`.
 """
@@ -27,7 +27,7 @@ MAX_WATCHERS = 64
 RETRY = b"retry: 1000\n\n"
 """The first bytes of a stream: a browser that loses it tries again after a second."""
 
-PERIOD_S = 1.0
+PERIOD_S = 0.5
 RESYNC_S = 5.0
 SLOW_S = 15.0
 """How long a watcher may read nothing."""
