@@ -62,7 +62,8 @@ _decoder = msgspec.json.Decoder(list[SpyThread])
 
 def find_py_spy() -> str | None:
     """Return the path of py-spy, or None."""
-    return shutil.which("py-spy", path=os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")]))
+    path = os.environ.get("PATH") or os.defpath  # an empty part would be the working directory
+    return shutil.which("py-spy", path=os.pathsep.join([os.path.dirname(sys.executable), path]))
 
 
 def add_native(stacks: Sequence[RankStack], every: bool, timeout_s: float = NATIVE_S) -> list[RankStack]:

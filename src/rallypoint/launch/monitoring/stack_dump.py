@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 
 from rallypoint.core.stacks import MAX_STACK_BYTES, RankStack
 from rallypoint.deadline import Deadline
-from rallypoint.launch.monitoring.worker_records import DUMP_SIGNAL, RecordReader, WorkerEntry
+from rallypoint.launch.monitoring.worker_records import DUMP_SIGNAL, RecordReader, WorkerEntry, nonblocking
 
 __all__ = ["DUMP_S", "STOPPED", "dump_stacks", "process_state", "state_word"]
 
@@ -121,7 +121,7 @@ class _Dump:
         return 0
 
     def _read(self) -> str:
-        with contextlib.suppress(OSError), open(self._reader.stack_file, "rb") as file:
+        with contextlib.suppress(OSError), open(self._reader.stack_file, "rb", opener=nonblocking) as file:
             file.seek(self._start)
             data = file.read(1 << 20)
             text = data.decode(errors="replace")

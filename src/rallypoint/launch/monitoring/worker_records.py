@@ -41,6 +41,7 @@ __all__ = [
     "WorkerEntry",
     "WorkerRecords",
     "directory_name",
+    "nonblocking",
     "with_hook",
 ]
 
@@ -178,13 +179,18 @@ class RecordReader:
     def read(self) -> tuple[LastProgress | None, DumpPoint | None]:
         """Return the worker's last progress, and the process that dumps its stacks; None for each that is unknown."""
         try:
-            with open(f"{self._entry.directory}/records", "rb") as file:
+            with open(f"{self._entry.directory}/records", "rb", opener=nonblocking) as file:
                 file.seek(self._entry.local_rank * RECORD_BYTES)
                 step, at_ns, pid, descriptor, number = _RECORD.unpack(file.read(RECORD_BYTES))
         except (OSError, struct.error):
             return None, None
         point = DumpPoint(pid, descriptor) if pid > 0 and number == DUMP_SIGNAL else None
         return _progress(step, at_ns), point
+
+
+def nonblocking(path: str, flags: int) -> int:
+    """Open a file for `open`: another user may have put a pipe in its place, which must not block root."""
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _progress(step: int, at_ns: int) -> LastProgress | None:
