@@ -42,9 +42,7 @@ def _of_a_store(store: Store, run: str | None, ranks: list[int] | None, native: 
 
 @store_command("stacks", optional=True)
 @click.argument("run", required=False)
-@click.option(
-    "--rank", "ranks", type=int, multiple=True, help="Only this rank; repeatable. With --native, all of its threads."
-)
+@click.option("--rank", "ranks", type=int, multiple=True, help="Only this rank, with all of its threads; repeatable.")
 @click.option("--native", is_flag=True, help="Add native frames, by py-spy; it pauses a worker for a moment.")
 @click.option("--json", "as_json", is_flag=True, help="Print the stacks of all ranks as JSON.")
 def command(store: Store | None, run: str | None, ranks: tuple[int, ...], native: bool, as_json: bool) -> None:

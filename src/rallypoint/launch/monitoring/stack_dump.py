@@ -6,6 +6,10 @@ all of its descriptors, is left alone. The kernel blocks the signal while the ha
 complete. The signal goes to the main thread, which writes its own stack: another thread would write its own. A stopped
 process cannot answer, and is reported as stopped.
 
+A worker that runs Python code must not get this signal: its frames change, and reading them may crash it. So it is
+first asked by another signal, which it answers by Python code (`hook/sitecustomize.py`). The dump signal follows only
+if it does not: soon if its main thread sleeps in the kernel, and after RUNNING_S if it runs C code.
+
 Rejected: waiting until the stack file stops growing. On a busy machine that cuts dumps short.
 """
 
@@ -18,7 +22,13 @@ from collections.abc import Callable, Sequence
 
 from rallypoint.core.stacks import MAX_STACK_BYTES, RankStack
 from rallypoint.deadline import Deadline
-from rallypoint.launch.monitoring.worker_records import DUMP_SIGNAL, RecordReader, WorkerEntry, nonblocking
+from rallypoint.launch.monitoring.worker_records import (
+    ANSWER_SIGNAL,
+    DUMP_SIGNAL,
+    RecordReader,
+    WorkerEntry,
+    nonblocking,
+)
 
 __all__ = ["DUMP_S", "STOPPED", "dump_stacks", "process_state", "state_word"]
 
@@ -32,6 +42,10 @@ STOPPED = ("T", "t")
 """The kernel's states of processes stopped by a signal, and by a debugger."""
 
 ENDED = ("", "Z", "X")
+SLEEPING = ("S", "D", "I")
+SLEEPING_S, RUNNING_S = 0.1, 1.0
+"""How long a worker may take to answer by Python code before it gets the dump signal, by the state of its thread."""
+
 NOT_REGISTERED = "no stack: not a Python process, or one that has not started yet"
 
 
@@ -69,6 +83,7 @@ class _Dump:
         self._pid = worker.pid if point is None or not _is_in_session(point.pid, worker.pid) else point.pid
         self._note, self._state = "", process_state(self._pid)
         self._blocking: set[str] = set()
+        self._asked_at: float | None = None  # by the first signal, while its answer is awaited
         self._start = self._size()
         if self._state in STOPPED:
             self._note = "stopped (SIGSTOP)" if self._state == "T" else "stopped (by a debugger)"
@@ -78,8 +93,13 @@ class _Dump:
             self._note = NOT_REGISTERED
         else:
             self._blocking = self._threads_with("SigBlk")
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                _signal_main_thread(self._pid, DUMP_SIGNAL)
+            if _has(f"/proc/{self._pid}/status", "SigCgt", ANSWER_SIGNAL):
+                self._asked_at = time.monotonic()
+            self._signal(DUMP_SIGNAL if self._asked_at is None else ANSWER_SIGNAL)
+
+    def _signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            _signal_main_thread(self._pid, number)
 
     def _may_signal(self, descriptor: int) -> bool:
         try:
@@ -96,8 +116,16 @@ class _Dump:
         """Return whether the dump is complete, or there will be none."""
         if self._note:
             return True
-        if process_state(self._pid) in (*ENDED, *STOPPED):
+        state = process_state(self._pid)
+        if state in (*ENDED, *STOPPED):
             return True
+        if self._asked_at is not None:
+            if self._size() > self._start:
+                return self._read().endswith("\n\n")
+            if time.monotonic() - self._asked_at < (SLEEPING_S if state in SLEEPING else RUNNING_S):
+                return False
+            self._asked_at = None
+            self._signal(DUMP_SIGNAL)
         return self._size() > self._start and not (self._threads_with("SigBlk") - self._blocking)
 
     def result(self, node: str) -> RankStack:
@@ -156,10 +184,10 @@ def _is_in_session(pid: int, leader: int) -> bool:
     return False
 
 
-def _has(status: str, mask: str) -> bool:
-    """Return whether a signal mask in a /proc status file includes the dump signal."""
+def _has(status: str, mask: str, number: int = DUMP_SIGNAL) -> bool:
+    """Return whether a signal mask in a /proc status file includes a signal."""
     with contextlib.suppress(OSError), open(status, encoding="ascii", errors="replace") as file:
         for line in file:
             if line.startswith(mask):
-                return bool(int(line.split()[1], 16) >> (DUMP_SIGNAL - 1) & 1)
+                return bool(int(line.split()[1], 16) >> (number - 1) & 1)
     return False

@@ -34,6 +34,7 @@ import msgspec
 from rallypoint.launch.monitoring.progress_record import MONITOR_VARIABLE, RECORD_BYTES
 
 __all__ = [
+    "ANSWER_SIGNAL",
     "DUMP_SIGNAL",
     "TOKEN_FILE",
     "AgentEntry",
@@ -55,6 +56,10 @@ _RECORD = struct.Struct("=5q24x")
 
 DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", -7) + 7
 """The signal at which workers dump their stacks: a real-time signal that nothing else uses; 0 without such signals."""
+
+
+ANSWER_SIGNAL = DUMP_SIGNAL - 1
+"""The signal at which workers write their stacks by Python code."""
 
 
 class WorkerEntry(msgspec.Struct, frozen=True):

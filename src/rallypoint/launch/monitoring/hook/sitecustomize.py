@@ -1,13 +1,14 @@
 """Registers a Python worker of `rallypoint run` for stack dumps; Python imports this at start-up (PYTHONPATH).
 
-`faulthandler` writes the stack of the main thread from a C signal handler, so it answers even while C code holds the
-interpreter lock. The hook tells the agent its process and descriptor in the worker's record (worker_records.py), then
-removes itself from the path and the environment, and imports the sitecustomize module of the user, if there is one:
-children do not inherit the hook. It imports nothing of the package, runs on any Python, which need not be that of the
-agent (without effect on 2), and whatever fails leaves the worker as it is.
+Two signals ask for stacks. At the first, a handler in Python writes those of all threads, between two instructions of
+the main thread. At the second, `faulthandler` writes that of the main thread from a C signal handler, so it answers
+even while C code holds the interpreter lock. The hook tells the agent its process and descriptor in the worker's record
+(worker_records.py), then removes itself from the path and the environment, and imports the sitecustomize module of the
+user, if there is one: children do not inherit the hook. It imports nothing of the package, runs on any Python, which
+need not be that of the agent (without effect on 2), and whatever fails leaves the worker as it is.
 
-Rejected: the stacks of all threads. The others run on meanwhile, and to read frames that change may crash the worker:
-with two busy threads, once in a few hundred dumps.
+Rejected: faulthandler alone. It reads frames that change while Python code runs, of its own thread and of others, and
+may crash the worker: a busy one once in a few hundred dumps.
 Rejected: to start scripts through a module of ours (`__main__` would be ours), and a .pth file (all programs of the
 environment would pay for it).
 """
@@ -18,6 +19,10 @@ __all__ = ()
 
 HIGH_FD = 1000
 """The descriptor of the stack file, if it is free: scripts may count on the low numbers."""
+
+
+MAX_THREADS, MAX_DEPTH = 50, 100
+"""The most threads of one answer, and the most frames of each."""
 
 
 def _register():  # type: () -> None
@@ -34,10 +39,35 @@ def _register():  # type: () -> None
         stacks = os.open(os.path.join(folder, "stacks." + local), os.O_WRONLY | os.O_APPEND)
         stacks = _moved(stacks)
         faulthandler.register(numbers[4], file=stacks, all_threads=False, chain=False)
+        _answer_in_python(numbers[4] - 1, stacks)
         for number, at in ((stacks, 24), (os.getpid(), 16)):
             os.pwrite(records, number.to_bytes(8, sys.byteorder), start + at)
     finally:
         os.close(records)
+
+
+def _answer_in_python(number, stacks):  # type: (int, int) -> None
+    """At a signal, write the stacks of all threads as faulthandler does, the main thread last, and an empty line."""
+    import os
+
+    write, current_frames, main = os.write, sys._current_frames, __import__("_thread").get_ident()
+
+    def answer(*_):  # type: (object) -> None
+        try:
+            lines = []
+            for thread, top in sorted(current_frames().items(), key=lambda item: item[0] == main)[-MAX_THREADS:]:
+                lines.append("Thread " + hex(thread) + " (most recent call first):")
+                frame, depth = top if thread != main else top.f_back, 0  # that of the main thread is this one
+                while frame is not None and depth < MAX_DEPTH:
+                    code = frame.f_code
+                    line = str(frame.f_lineno or 0)
+                    lines.append('  File "' + code.co_filename + '", line ' + line + " in " + code.co_name)
+                    frame, depth = frame.f_back, depth + 1
+            write(stacks, ("\n".join(lines) + "\n\n").encode("utf-8", "backslashreplace"))
+        except Exception:
+            pass  # whatever it interrupted goes on
+
+    __import__("_signal").signal(number, answer)  # the module `signal` takes longer to import
 
 
 def _is_alive(pid):  # type: (int) -> bool
