@@ -3,6 +3,8 @@
 `@pytest.mark.needs("torch")` skips a test where torch is missing. Where RALLYPOINT_REQUIRE lists the part, as in
 "torch,redis", the test fails instead, so that CI cannot pass by having skipped what it was built to check.
 
+The suite may itself run under a scheduler, whose variables the launcher would heed: they are removed.
+
 A suite that nohup or a shell's `&` started ignores SIGINT, SIGHUP and SIGQUIT. An exec'd child inherits a signal that
 is ignored, but not one that has a handler: these get one here, before any test starts a process.
 """
@@ -41,8 +43,14 @@ settings.register_profile(
 settings.load_profile("rallypoint")
 
 
+CLUSTER_VARIABLES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "JOB_COMPLETION_INDEX", "KUBERNETES_")
+"""How the names of variables begin by which the launcher detects a scheduler."""
+
+
 def pytest_configure() -> None:
     """Stop ignoring inherited signals; SIGHUP still does not end the suite, as nohup requires."""
+    for name in [name for name in os.environ if name.startswith(CLUSTER_VARIABLES)]:
+        del os.environ[name]
     handlers = {
         signal.SIGINT: signal.default_int_handler,
         signal.SIGHUP: lambda *_: None,

@@ -9,9 +9,12 @@ import click
 
 from rallypoint.cli.rdzv_conf import read_seconds
 
-__all__ = ["GroupedOption", "OptionGroup", "checked", "parsed"]
+__all__ = ["ELSEWHERE", "GroupedOption", "OptionGroup", "checked", "parsed"]
 
 SECONDS = "SECONDS"
+
+ELSEWHERE = f"{__name__}.elsewhere"
+"""The key in click's context that is set if the agents run on other machines, which parse their own options."""
 
 Decorator = Callable[[Any], Any]
 Reader = Callable[[str], Any]
@@ -25,11 +28,14 @@ class GroupedOption(click.Option):
         self.group = group
 
 
-def parsed(read: Reader) -> Callable[[click.Context, click.Parameter, str | None], Any]:
-    """Return a callback that parses an option's text; a ValueError becomes a usage error that names the option."""
+def parsed(read: Reader, machine: bool = False) -> Callable[[click.Context, click.Parameter, str | None], Any]:
+    """Return a callback that parses an option's text; a ValueError becomes a usage error that names the option.
 
-    def callback(_: click.Context, __: click.Parameter, value: str | None) -> Any:
-        if value is None:
+    If the result depends on the agent's `machine`, it is None where the agents are elsewhere.
+    """
+
+    def callback(context: click.Context, _: click.Parameter, value: str | None) -> Any:
+        if value is None or (machine and ELSEWHERE in context.meta):
             return None
         try:
             return read(value)

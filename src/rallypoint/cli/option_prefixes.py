@@ -11,7 +11,10 @@ from collections.abc import Mapping
 
 import click
 
-__all__ = ["PrefixCommand"]
+__all__ = ["WORDS", "PrefixCommand"]
+
+WORDS = f"{__name__}.words"
+"""The key in click's context for the words of the command line, with the full names of options."""
 
 
 class PrefixCommand(click.Command):
@@ -31,6 +34,7 @@ class PrefixCommand(click.Command):
             else:
                 takes_next = _last_takes_value(name, named)
             at += 1 + takes_next
+        ctx.meta[WORDS] = list(words)
         return super().parse_args(ctx, words)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

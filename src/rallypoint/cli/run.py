@@ -11,7 +11,9 @@ import click
 
 from rallypoint import net
 from rallypoint.cli import COMMANDS
+from rallypoint.cli.cluster_options import place_in_cluster
 from rallypoint.cli.credential_options import FILES, read_credentials
+from rallypoint.cli.hosts_command import run_on_hosts
 from rallypoint.cli.option_prefixes import PrefixCommand
 from rallypoint.cli.rdzv_conf import CONF, HOST, NOTES, note
 from rallypoint.cli.run_options import IGNORED, STORE_VARIABLE, RunOptions, read_store_url, run_options
@@ -48,12 +50,19 @@ def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:
     Options of torchrun that are not listed here are accepted and ignored, with a note.
     """
     standard_streams.fill()
+    if given["hosts"]:
+        sys.exit(run_on_hosts(given))
     from rallypoint.launch.agent import NodeAgent
 
     for name, why in IGNORED.items():
         if given.pop(name) not in (None, False):
             note(f"--{name.replace('_', '-')}", why)
     given["store"] = _store_url(given["store"], given["rdzv_endpoint"])
+    detected = place_in_cluster(given)
+    if detected:
+        click.get_current_context().meta.setdefault(NOTES, []).insert(0, detected)
+    for name in ("cluster", "hosts", "forward_env"):
+        del given[name]
     given["rdzv_conf"] = given["rdzv_conf"] or dict(CONF)
     given["final_codes"] = given["final_codes"] or ()
     options = RunOptions(**given)

@@ -12,6 +12,7 @@ import click
 import msgspec
 
 from rallypoint import net
+from rallypoint.cli.cluster_options import cluster_group
 from rallypoint.cli.credential_options import FILES
 from rallypoint.cli.option_groups import OptionGroup, checked, parsed
 from rallypoint.cli.rdzv_conf import read_conf
@@ -109,14 +110,15 @@ def read_store_url(text: str) -> str:
 
 
 def _groups() -> list[OptionGroup]:
-    return [_size(), _place(), _security(), _identity(), _program(), _restarts(), _output()]
+    return [_size(), _place(), cluster_group(), _security(), _identity(), _program(), _restarts(), _output()]
 
 
 def _size() -> OptionGroup:
     group = OptionGroup("Size of the job")
     group.add("nnodes", metavar="N|MIN:MAX", default="1", default_text="1", callback=parsed(node_range),
               help="Number of nodes, or minimum and maximum number of nodes.")  # fmt: skip
-    group.add("nproc-per-node", metavar="N|auto|cpu|gpu", default="1", default_text="1", callback=parsed(read_workers),
+    group.add("nproc-per-node", metavar="N|auto|cpu|gpu", default="1", default_text="1",
+              callback=parsed(read_workers, machine=True),
               help="Number of workers on this node; auto: one per GPU, or one per CPU if there is no GPU.")  # fmt: skip
     group.add("standalone", is_flag=True,
               help="Run on this node only, with a private server. The default for one node.")  # fmt: skip
@@ -138,7 +140,8 @@ def _place() -> OptionGroup:
               help="A running server (tcp://HOST:PORT), or a store in etcd (etcd://HOST:PORT,…), whose servers run on "
                    f"the first three nodes. Pass a URL with a password in {STORE_VARIABLE}: other users can read "
                    "command-line arguments.")  # fmt: skip
-    group.add("data-dir", ours=True, metavar="DIRECTORY", default_text="in memory", callback=parsed(directory),
+    group.add("data-dir", ours=True, metavar="DIRECTORY", default_text="in memory",
+              callback=parsed(directory, machine=True),
               help="Directory for the state of the server that this node starts, to recover it after a "
                    "crash.")  # fmt: skip
     group.add("relay", ours=True, type=click.Choice(RELAYS), default_text="rank0; local with etcd, a token or TLS",
@@ -176,7 +179,7 @@ def _program() -> OptionGroup:
     group.add("no-python", is_flag=True, help="SCRIPT is a command, not a Python script.")
     group.add("role", metavar="NAME", default="default", default_text="default",
               help="Role of the workers, shown in their environment and output.")  # fmt: skip
-    group.add("env-file", ours=True, metavar="FILE", callback=parsed(env_file),
+    group.add("env-file", ours=True, metavar="FILE", callback=parsed(env_file, machine=True),
               help="File of NAME=value lines: additional environment variables for the workers.")  # fmt: skip
     return group
 
@@ -217,7 +220,7 @@ def _restarts() -> OptionGroup:
 
 def _output() -> OptionGroup:
     group = OptionGroup("Output")
-    group.add("log-dir", metavar="DIRECTORY", callback=parsed(directory),
+    group.add("log-dir", metavar="DIRECTORY", callback=parsed(directory, machine=True),
               help="Directory for the workers' output and failure.json.")  # fmt: skip
     group.add("redirects", "-r", metavar="STREAMS", default="0", default_text="0", callback=checked(parse_std),
               help="Streams written to files only: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank, for example "
