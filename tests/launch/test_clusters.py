@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -110,6 +112,9 @@ PODS: dict[str, tuple[dict[str, str], tuple[str, str], dict[str, Any], str]] = {
     "its first pod": (
         {**POD, "JOB_COMPLETION_INDEX": "0"}, ("train-0", "train-0.mesh.ml.svc.cluster.local"), {},
         "4:4 0 train-0.mesh.ml.svc.cluster.local:29400 True",
+    ),
+    "the host name is the full name": (
+        POD, (POD_NAMES[1], ""), {}, "4:4 2 train-0.mesh.ml.svc.cluster.local:29400 False",
     ),
     "elastic": (POD, POD_NAMES, {"nnodes": (2, 4)}, "2:4 2 train-0.mesh.ml.svc.cluster.local:29400 False"),
     "a spare": (POD, POD_NAMES, {"nnodes": (1, 2)}, "1:2 None train-0.mesh.ml.svc.cluster.local:29400 False"),
@@ -226,7 +231,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, str], dict[str, Any], list[str]]] = {
     "mpirun without hosts": (OMPI, {}, ["Open MPI has started 4 nodes", "--rdzv-endpoint=HOST:PORT"]),
     "mpirun with slots": (
         {**OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, {},
-        ["8 processes", "'mpirun --map-by ppr:1:node rallypoint run --nproc-per-node=8"],
+        ["8 processes", "'mpirun --map-by ppr:1:node --bind-to none rallypoint run --nproc-per-node=8"],
     ),
     "mpirun with slots in a Slurm step": ({**STEP, **OMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, {}, ["mpirun --map-by"]),
     "mpiexec with slots in a Slurm step": (
@@ -270,6 +275,59 @@ def test_any_environment_gets_a_decision_with_a_reason(environ: dict[str, str], 
     assert decision.reason
     if isinstance(decision, Placement):
         assert decision.node_rank is None or 0 <= decision.node_rank < decision.nnodes[1]
+
+
+# The manifests of docs/clusters.md
+
+MANIFESTS = re.findall(r"```yaml\n(.*?)```", (Path(__file__).parents[2] / "docs" / "clusters.md").read_text(), re.S)
+
+
+def setting(manifest: str, name: str) -> str:
+    """Return the last value of a setting in a manifest."""
+    return str(re.findall(rf"^ *(?:- )?{name}: (.*)$", manifest, re.M)[-1]).strip('"')
+
+
+def ranks(pods: list[tuple[str, str, dict[str, str]]], nodes: int) -> list[int | None]:
+    """Return the ranks of pods, by host name, service and variables; all must find the same server."""
+    environ = {"KUBERNETES_SERVICE_HOST": "10.96.0.1"}
+    placed = [
+        place({**environ, **more}, (name, f"{name}.{service}.ml.svc.x"), nnodes=(nodes, nodes))
+        for name, service, more in pods
+    ]
+    assert all(isinstance(one, Placement) for one in placed), placed
+    found = [one for one in placed if isinstance(one, Placement)]
+    assert {one.endpoint for one in found} == {f"{pods[0][0]}.{pods[0][1]}.ml.svc.x:{PORT}"}
+    assert len({one.run_id for one in found}) == 1 and [one.is_host for one in found].index(True) == 0
+    return [one.node_rank for one in found]
+
+
+def test_the_manifest_of_an_indexed_job() -> None:
+    manifest = MANIFESTS[0]
+    count, service = int(setting(manifest, "completions")), setting(manifest, "subdomain")
+    service_part, _, job_part = manifest.partition("---")
+    job = re.findall(r"^  name: (.*)$", job_part, re.M)[0]
+    assert re.findall(r"^  name: (.*)$", service_part, re.M) == [service] and setting(service_part, "job-name") == job
+    assert setting(manifest, "parallelism") == setting(manifest, "completions") == setting(manifest, "value")
+    pods = [(f"{job}-{index}", service, {"JOB_COMPLETION_INDEX": str(index)}) for index in range(count)]
+    assert ranks(pods, count) == list(range(count))
+
+
+def test_the_manifest_of_a_job_set() -> None:
+    manifest = MANIFESTS[1]
+    (name,), replicas = re.findall(r"^  name: (.*)$", manifest, re.M), int(setting(manifest, "replicas"))
+    job, each = re.findall(r"^    - name: (.*)$", manifest, re.M)[0], int(setting(manifest, "completions"))
+    assert int(setting(manifest, "value")) == replicas * each and setting(manifest, "parallelism") == str(each)
+    pods = [
+        (
+            f"{name}-{job}-{index}-{pod}",
+            name,
+            {"JOB_INDEX": str(index), "JOB_COMPLETION_INDEX": str(pod), "REPLICATED_JOB_REPLICAS": str(replicas)},
+        )
+        for index in range(replicas)
+        for pod in range(each)
+    ]
+    assert {"JOB_INDEX", "REPLICATED_JOB_REPLICAS"} <= set(re.findall(r"- name: (\w+)$", manifest, re.M))
+    assert ranks(pods, replicas * each) == list(range(replicas * each))
 
 
 # The command line

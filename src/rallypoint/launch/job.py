@@ -128,7 +128,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     quiet: bool = False
     json: bool = False
     notes: tuple[str, ...] = ()
-    """Notes on options that are ignored."""
+    """What was detected, and which options are ignored; printed first."""
 
     @property
     def alone(self) -> bool:

@@ -37,7 +37,7 @@ def read_kubernetes(facts: Facts, nnodes: tuple[int, int] | None, has_endpoint: 
     rank, rank_from, first = place
     if rank >= most and least == most:
         return Unusable(f"{rank_from} is too large for --nnodes={most} (PET_NNODES): it must be the number of pods")
-    service = facts.fqdn.partition(".")[2]
+    service = (facts.fqdn or facts.hostname).partition(".")[2]
     if not service and not has_endpoint:
         return Unusable(
             f"pod {facts.hostname!r} has no full name in /etc/hosts: create a headless Service, set the subdomain of "
@@ -56,8 +56,9 @@ def read_kubernetes(facts: Facts, nnodes: tuple[int, int] | None, has_endpoint: 
 
 def _place(facts: Facts, index: int, most: int) -> tuple[int, str, str] | Unusable:
     """Return the rank of a pod, what it comes from, and the host name of the first pod."""
-    job = facts.hostname.removesuffix(f"-{index}")
-    if job == facts.hostname:
+    name = facts.hostname.partition(".")[0]  # with setHostnameAsFQDN it is the full name
+    job = name.removesuffix(f"-{index}")
+    if job == name:
         return Unusable(
             f"{INDEX}={index}, but the host name {facts.hostname!r} does not end with -{index} (hostNetwork, or a "
             f"host name of your own): set PET_NODE_RANK and PET_RDZV_ENDPOINT"

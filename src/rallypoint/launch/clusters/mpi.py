@@ -18,7 +18,7 @@ def read_open_mpi(environ: Mapping[str, str]) -> Evidence | Unusable | None:
     """Return what Open MPI's mpirun says about this process."""
     names = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK", ("OMPI_COMM_WORLD_LOCAL_SIZE",))
     job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid", "")
-    return _processes(environ, "Open MPI", "mpirun --map-by ppr:1:node", names, job)
+    return _processes(environ, "Open MPI", "mpirun --map-by ppr:1:node --bind-to none", names, job)
 
 
 def read_pmi(environ: Mapping[str, str]) -> Evidence | Unusable | None:
