@@ -17,7 +17,7 @@ import pytest
 from tests.hosts import Host, hosts
 from tests.launch.runs import Node, Place, gone, has_in, parent, processes_of
 
-from rallypoint.launch.ssh.remote_hosts import FORWARDED, MAX_SETTINGS, forwarded_variables
+from rallypoint.launch.ssh.remote_hosts import FORWARDED, forwarded_variables
 
 SSH = """#!/bin/sh
 printf '%s\\n' "$*" >> "{log}"
@@ -113,6 +113,26 @@ def test_a_host_that_cannot_be_reached_ends_the_others(start: Start) -> None:
     node.until("the agent on unreachable ended: exit code 255: ssh could not connect")
 
 
+def test_long_arguments_and_a_signal_before_they_have_arrived(place: Place, start: Start) -> None:
+    """An ssh that is not connected yet reads nothing; a signal waits until the agent has its settings."""
+    os.mkfifo(place.where / "connected")
+    fake = place.where / "bin" / "ssh"
+    fake.write_text(fake.read_text().replace("exec sh -c", "echo connecting; cat connected; exec sh -c"))
+    words = [word for number in range(2000) for word in ("--role", f"{number:<100}")]
+    node = start("a", STAY, *words)
+    node.until(r"^\[a\] connecting$")
+    node.signal("SIGTERM")
+    with open(place.where / "connected", "w"):
+        pass
+    assert node.end() == 128 + signal.SIGTERM, node.text()
+    assert "up 0" not in node.out
+
+
+def test_settings_that_are_too_long_are_refused(place: Place, start: Start) -> None:
+    node = start("a", STAY, "--forward-env", "LONG_*", **{f"LONG_{number}": "x" * 100_000 for number in range(12)})
+    assert node.end() == 2 and "too long: 12" in node.err.replace("\n", " ")
+
+
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM"])
 def test_a_signal_reaches_all_workers(start: Start, name: str) -> None:
     node = start("a,b", f"on({name!r}, lambda: (say('got', {name!r}), os._exit(0)))\n{STAY}")
@@ -187,7 +207,8 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "standalone": (("--hosts", "a,b", "--standalone"), "--standalone and --hosts are mutually exclusive"),
     "cluster": (("--hosts", "a,b", "--cluster", "slurm"), "--hosts and --cluster=slurm are mutually exclusive"),
     "variable": (("--hosts", "a,b", "--forward-env", "A-B"), "'A-B' is not the name of a variable"),
-    "long": (("--hosts", "a,b", "--role", "r" * MAX_SETTINGS), "too long"),
+    "rank": (("--hosts", "a,b", "--node-rank", "0"), "--node-rank is for one node"),
+    "name": (("--hosts", "a,b", "--node", "x"), "--node is for one node"),
 }
 
 

@@ -27,6 +27,9 @@ def run_on_hosts(given: dict[str, Any]) -> int:
     hosts, run_id = given["hosts"], f"ssh-{uuid.uuid4().hex[:12]}"
     if shutil.which("ssh") is None:
         raise click.UsageError("--hosts needs ssh, which is not on the PATH: install OpenSSH's client")
+    for name in ("node_rank", "node", "local_addr"):
+        if given[name] is not None:
+            raise click.UsageError(f"--{name.replace('_', '-')} is for one node, and --hosts starts several: remove it")
     options = {**given, "store": given["store"] or os.environ.get("RALLYPOINT_STORE")}
     place_in_cluster(options, ssh_variables(hosts, 0, run_id))
     derived = options["rdzv_endpoint"] != given["rdzv_endpoint"]

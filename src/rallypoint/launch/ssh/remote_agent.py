@@ -19,7 +19,7 @@ from rallypoint.launch.wakeup_pipe import HANDLED_SIGNALS
 from rallypoint.launch.workers.worker_process import WorkerProcess, WorkerUnstartable, exit_code_of
 from rallypoint.readiness import wait_readable
 
-__all__ = ["main"]
+__all__ = ["MAX_LINE", "main"]
 
 MAX_LINE = 1 << 20
 """The longest line that is read."""

@@ -31,13 +31,20 @@ from typing import Any
 from rallypoint.launch.clusters.node_list import expand_hosts, split_list
 from rallypoint.launch.clusters.ssh_agents import ssh_variables
 from rallypoint.launch.output.pump import OutputPump, OutputRoute, WorkerStreams
+from rallypoint.launch.ssh.remote_agent import MAX_LINE
 from rallypoint.launch.wakeup_pipe import ENDING_SIGNALS, WakeupPipe
 from rallypoint.launch.workers.worker_process import describe_exit, exit_code_of
-from rallypoint.security.credentials import VARIABLES
 
 __all__ = ["FORWARDED", "HostsRun", "forwarded_variables", "parse_hosts"]
 
-FORWARDED = ("PET_*", "PYTHONPATH", "RALLYPOINT_STORE", "RALLYPOINT_TOKEN", "RALLYPOINT_TLS_*")
+FORWARDED = (
+    "PET_*",
+    "PYTHONPATH",
+    "RALLYPOINT_STORE",
+    "RALLYPOINT_TOKEN",
+    "RALLYPOINT_TOKEN_FILE",
+    "RALLYPOINT_TLS_*",
+)
 """Variables that every agent gets."""
 
 OTHERS_END_S = 5.0
@@ -45,9 +52,6 @@ OTHERS_END_S = 5.0
 
 KILL_S = 15.0
 """How long an agent may take to end, besides the grace period of its workers."""
-
-MAX_SETTINGS = 60 * 1024
-"""Limit on the settings of an agent: they wait in a pipe, which holds this much, until ssh reads them."""
 
 SSH_FAILED = 255
 """The exit code with which ssh reports its own failures."""
@@ -74,7 +78,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 
 def forwarded_variables(environ: Mapping[str, str], names: Iterable[str]) -> dict[str, str]:
     """Return the variables for the agents: those that every agent gets, and `names`, of which some may end with *."""
-    wanted = [*FORWARDED, *VARIABLES.values(), *names]
+    wanted = [*FORWARDED, *names]
     prefixes = tuple(name[:-1] for name in wanted if name.endswith("*"))
     return {name: value for name, value in environ.items() if name in wanted or name.startswith(prefixes)}
 
@@ -86,9 +90,12 @@ class _RemoteAgent:
         self.host = host
         self.code: int | None = None
         self._streams = streams
+        self._has_ended = self._has_settings = False
+        self._lock = threading.Lock()
+        self._held: list[bytes] = []
+        """Signals for an agent that does not have its settings yet."""
+
         reader, self._writer = os.pipe()
-        os.write(self._writer, settings)
-        os.set_blocking(self._writer, False)
         words = [word for option in OPTIONS for word in ("-o", option)]
         command = f"exec {shlex.quote(sys.executable)} -m rallypoint.launch.ssh.remote_agent"
         try:
@@ -105,26 +112,42 @@ class _RemoteAgent:
         finally:
             os.close(reader)
             streams.started()
-        threading.Thread(target=self._wait, args=(wakeup,), name=f"ssh {host}", daemon=True).start()
+        told = threading.Thread(target=self._follow, args=(settings, wakeup), name=f"ssh {host}", daemon=True)
+        told.start()
 
-    def _wait(self, wakeup: WakeupPipe) -> None:
+    def _follow(self, settings: bytes, wakeup: WakeupPipe) -> None:
+        """Write the settings, for which ssh has time until it is connected, and wait for the end of ssh."""
+        self._write(settings)
+        os.set_blocking(self._writer, False)
+        with self._lock:
+            self._has_settings = True
+            self._write(b"".join(self._held))
         self._ssh.wait()
+        self._has_ended = True
         wakeup.wake()
+
+    def _write(self, data: bytes) -> None:
+        with contextlib.suppress(BrokenPipeError, BlockingIOError):  # ssh has ended, or takes nothing any more
+            while data:
+                data = data[os.write(self._writer, data) :]
 
     def poll(self) -> bool:
         """Return whether it has just ended."""
-        if self.code is None and self._ssh.returncode is not None:
-            self.code = self._ssh.returncode
-            os.close(self._writer)
-            self._streams.finish()
-            return True
-        return False
+        if self.code is not None or not self._has_ended:
+            return False
+        self.code = self._ssh.returncode
+        os.close(self._writer)
+        self._streams.finish()
+        return True
 
     def signal(self, name: str) -> None:
         """Have the agent get a signal."""
-        if self.code is None:
-            with contextlib.suppress(BrokenPipeError, BlockingIOError):
-                os.write(self._writer, name.encode() + b"\n")
+        line = name.encode() + b"\n"
+        with self._lock:
+            if not self._has_settings:
+                self._held.append(line)
+            elif self.code is None:
+                self._write(line)
 
     def kill(self) -> None:
         """End ssh; the agent then ends by itself."""
@@ -229,9 +252,9 @@ class HostsRun:
 
 def _encoded(settings: Mapping[str, Any]) -> bytes:
     line = json.dumps(settings).encode() + b"\n"
-    if len(line) > MAX_SETTINGS:
+    if len(line) > MAX_LINE:
         raise ValueError(
-            f"the arguments and variables of an agent are too long: {len(line)} bytes, limit {MAX_SETTINGS}; put them "
+            f"the arguments and variables of an agent are too long: {len(line)} bytes, limit {MAX_LINE}; put them "
             f"into a file on the hosts (--env-file)"
         )
     return line
