@@ -88,7 +88,6 @@ PLACED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "ssh": (ssh_variables(["me@a", "b"], 1, "r"), {}, "2:2 1 a:29400 False r"),
     "ssh in a Slurm job": ({**BATCH, **ssh_variables(["a", "b"], 0, "r")}, {}, "2:2 0 a:29400 True r"),
     "ssh without detection": (ssh_variables(["a", "b"], 0, "r"), {"cluster": "none"}, "2:2 0 a:29400 True r"),
-    "ssh to one host": (ssh_variables(["a"], 0, "r"), {}, "1:1 0 a:29400 True r"),
 }  # fmt: skip
 """Environment, options, and the place: nodes, rank, endpoint, whether it hosts the server, run."""
 
@@ -152,6 +151,7 @@ UNPLACED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "a batch script on one node": ({**BATCH, "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1"}, {}, "no scheduler"),
     "a batch script, everything given": (BATCH, {"nnodes": (4, 4), "endpoint": True}, "the options say"),
     "a batch script, standalone": (BATCH, {"standalone": True}, "--standalone"),
+    "a batch script, one node given": (BATCH, {"nnodes": (1, 1)}, "no scheduler"),
     "switched off": (STEP, {"cluster": "none"}, "--cluster=none"),
     "standalone": (STEP, {"standalone": True}, "--standalone"),
     "everything given": (STEP, {"nnodes": (8, 8), "endpoint": True, "node_rank": 7}, "the options say"),
@@ -167,6 +167,7 @@ UNPLACED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "an index without Kubernetes": ({"JOB_COMPLETION_INDEX": "2"}, {"nnodes": (4, 4)}, "no scheduler"),
     "a pod of one": (POD, {"nnodes": (1, 1)}, "no scheduler"),
     "a pod without an index": ({"KUBERNETES_SERVICE_HOST": "10.96.0.1"}, {"nnodes": (4, 4)}, "no scheduler"),
+    "ssh to one host": (ssh_variables(["a"], 0, "r"), {}, "--hosts has one node"),
     "half of ssh's variables": ({"RALLYPOINT_SSH_RANK": "1"}, {}, "no scheduler"),
 }  # fmt: skip
 
@@ -247,6 +248,7 @@ IMPOSSIBLE: dict[str, tuple[dict[str, str], dict[str, Any], list[str]]] = {
     "a second job of unknown many": ({**POD, "JOB_INDEX": "1"}, {"nnodes": (4, 4)}, ["REPLICATED_JOB_REPLICAS"]),
     "ssh and a scheduler": (ssh_variables(["a", "b"], 0, "r"), {"cluster": "slurm"}, ["--hosts", "--cluster=slurm"]),
     "ssh, standalone": (ssh_variables(["a", "b"], 0, "r"), {"standalone": True}, ["--hosts", "--standalone"]),
+    "ssh to one host of two": (ssh_variables(["a"], 0, "r"), {"nnodes": (2, 2)}, ["--nnodes=2", "1 host."]),
     "ssh, other numbers of nodes": (ssh_variables(["a", "b"], 0, "r"), {"nnodes": (3, 3)}, ["--nnodes=3", "2 hosts"]),
 }  # fmt: skip
 """Environment, options, and what the error says."""

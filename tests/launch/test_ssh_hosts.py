@@ -203,7 +203,7 @@ MISTAKES: dict[str, tuple[tuple[str, ...], str]] = {
     "twice": (("--hosts", "a,a"), "'a' is named twice"),
     "option": (("--hosts", "-oProxyCommand=x"), "'-oProxyCommand=x' is not"),
     "loopback": (("--hosts", "localhost,b"), "cannot reach the first one as 'localhost'"),
-    "nodes": (("--hosts", "a,b", "--nnodes", "3"), "--nnodes=3 contradicts --hosts: --hosts has 2 hosts"),
+    "nodes": (("--hosts", "a,b", "--nnodes", "3"), "--nnodes=3 contradicts --hosts: 2 hosts"),
     "standalone": (("--hosts", "a,b", "--standalone"), "--standalone and --hosts are mutually exclusive"),
     "cluster": (("--hosts", "a,b", "--cluster", "slurm"), "--hosts and --cluster=slurm are mutually exclusive"),
     "variable": (("--hosts", "a,b", "--forward-env", "A-B"), "'A-B' is not the name of a variable"),

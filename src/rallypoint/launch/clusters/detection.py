@@ -23,7 +23,7 @@ from rallypoint.launch.clusters.evidence import Evidence, Facts, Unusable, numbe
 from rallypoint.launch.clusters.kubernetes import read_kubernetes
 from rallypoint.launch.clusters.mpi import read_open_mpi, read_pmi
 from rallypoint.launch.clusters.slurm import read_slurm
-from rallypoint.launch.clusters.ssh_agents import read_ssh
+from rallypoint.launch.clusters.ssh_agents import HOSTS_OPTION, read_ssh
 
 __all__ = ["AUTO", "CLUSTERS", "NONE", "GivenOptions", "Impossible", "Placement", "Unplaced", "place_node"]
 
@@ -86,9 +86,9 @@ def place_node(facts: Facts, given: GivenOptions) -> Placement | Unplaced | Impo
         return _unseen(given)
     if isinstance(found, Unusable):
         return Impossible(found.reason) if found.fatal else Unplaced(found.reason, notable=True)
-    if found.nodes == 1 and ssh is None:
-        return Unplaced(f"{found.what} has one node")
     wrong = _contradiction(found, given)
+    if found.nodes == 1 and not (ssh and wrong):
+        return Unplaced(f"{found.what} has one node")
     return Impossible(wrong) if wrong else _place(found, given)
 
 
@@ -114,15 +114,16 @@ def _switched_off(environ: Mapping[str, str], given: GivenOptions, ssh: bool) ->
 def _look(facts: Facts, given: GivenOptions) -> Evidence | Unusable | None:
     """Return what the chosen scheduler says, or the innermost one."""
     environ, chosen = facts.environ, given.cluster
+    slurm = read_slurm(environ, given.nnodes)
     if chosen == SLURM:
-        return read_slurm(environ)
+        return slurm
     if chosen == MPI:
         return read_open_mpi(environ) or read_pmi(environ)
     kubernetes = read_kubernetes(facts, given.nnodes, given.endpoint)
     if chosen == KUBERNETES:
         return kubernetes
     pmi = None if _is_of_srun(environ) else read_pmi(environ)
-    return read_open_mpi(environ) or (pmi if _is_firm(pmi) else None) or read_slurm(environ) or kubernetes or pmi
+    return read_open_mpi(environ) or (pmi if _is_firm(pmi) else None) or slurm or kubernetes or pmi
 
 
 def _is_firm(found: Evidence | Unusable | None) -> bool:
@@ -153,10 +154,8 @@ def _contradiction(found: Evidence, given: GivenOptions) -> str:
         least, most = given.nnodes
         if least > found.nodes or (least == most != found.nodes):
             shown = most if least == most else f"{least}:{most}"
-            return (
-                f"--nnodes={shown} contradicts {found.what}: {found.nodes_from}. Remove --nnodes, or add --standalone "
-                f"for a separate job on each node"
-            )
+            alone = "" if found.what == HOSTS_OPTION else ", or add --standalone for a separate job on each node"
+            return f"--nnodes={shown} contradicts {found.what}: {found.nodes_from}. Remove --nnodes{alone}"
     if given.node_rank is not None and given.node_rank != found.rank:
         return (
             f"--node-rank={given.node_rank} contradicts {found.what}: {found.rank_from}. Remove --node-rank, or add "

@@ -26,13 +26,13 @@ NODE_LISTS = ("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST")
 """Variables with the hosts of a step; the others have those of the job, which must then be as many."""
 
 
-def read_slurm(environ: Mapping[str, str]) -> Evidence | Unusable | None:
-    """Return what Slurm says about this task; None outside of Slurm, and in a job of one node without srun."""
+def read_slurm(environ: Mapping[str, str], nnodes: tuple[int, int] | None) -> Evidence | Unusable | None:
+    """Return what Slurm says about this task; None outside of Slurm, and without srun if one node is meant."""
     job, step = number(environ, "SLURM_JOB_ID", "SLURM_JOBID"), number(environ, "SLURM_STEP_ID", "SLURM_STEPID")
     if job is None:
         return None
     if step is None or step >= FIRST_RESERVED_STEP or "SLURM_PROCID" not in environ:
-        return _outside_a_step(environ, job)
+        return None if nnodes == (1, 1) else _outside_a_step(environ, job)
     name = f"Slurm step {job}.{step}"
     nodes, rank = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), number(environ, "SLURM_NODEID")
     tasks = number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")

@@ -6,7 +6,10 @@ from collections.abc import Mapping, Sequence
 
 from rallypoint.launch.clusters.evidence import Evidence, number
 
-__all__ = ["SSH_VARIABLES", "is_started_by_ssh", "read_ssh", "ssh_variables"]
+__all__ = ["HOSTS_OPTION", "SSH_VARIABLES", "is_started_by_ssh", "read_ssh", "ssh_variables"]
+
+HOSTS_OPTION = "--hosts"
+"""What started the agent, in messages."""
 
 HOSTS, RANK, RUN = "RALLYPOINT_SSH_HOSTS", "RALLYPOINT_SSH_RANK", "RALLYPOINT_SSH_RUN"
 
@@ -31,9 +34,9 @@ def read_ssh(environ: Mapping[str, str]) -> Evidence | None:
         return None
     hosts = environ[HOSTS].split(",")
     return Evidence(
-        what="--hosts",
+        what=HOSTS_OPTION,
         nodes=len(hosts),
-        nodes_from=f"--hosts has {len(hosts)} hosts",
+        nodes_from=f"{len(hosts)} host{'s' * (len(hosts) > 1)}",
         rank=rank,
         rank_from=f"rank {rank} in --hosts",
         head=hosts[0].rpartition("@")[2],
