@@ -17,11 +17,9 @@ from rallypoint.launch.clusters.ssh_agents import ssh_variables
 
 __all__ = ["run_on_hosts"]
 
-DEFAULT_GRACE_S = 30.0
 
-
-def run_on_hosts(given: dict[str, Any]) -> int:
-    """Run one agent on each of the hosts; return the exit code."""
+def run_on_hosts(given: dict[str, Any], grace_s: float) -> int:
+    """Run one agent on each of the hosts, whose workers have `grace_s` to end; return the exit code."""
     from rallypoint.launch.ssh.remote_hosts import HostsRun, forwarded_variables
 
     hosts, run_id = given["hosts"], f"ssh-{uuid.uuid4().hex[:12]}"
@@ -38,7 +36,6 @@ def run_on_hosts(given: dict[str, Any]) -> int:
             f"--hosts: the other hosts cannot reach the first one as {hosts[0]!r}: name it as they know it, or set "
             f"--rdzv-endpoint"
         )
-    graces_s = (given["grace"], given["shutdown_timeout"], DEFAULT_GRACE_S)
     if not given["quiet"]:
         click.echo(f"rallypoint run: starting agents over ssh on {len(hosts)} hosts: {list_few(hosts)}", err=True)
     try:
@@ -47,7 +44,7 @@ def run_on_hosts(given: dict[str, Any]) -> int:
             click.get_current_context().meta[WORDS],
             forwarded_variables(os.environ, given["forward_env"]),
             run_id,
-            next(grace_s for grace_s in graces_s if grace_s is not None),
+            grace_s,
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None

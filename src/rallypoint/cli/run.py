@@ -51,7 +51,7 @@ def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:
     """
     standard_streams.fill()
     if given["hosts"]:
-        sys.exit(run_on_hosts(given))
+        sys.exit(run_on_hosts(given, _grace_s(given["grace"], given["shutdown_timeout"])))
     from rallypoint.launch.agent import NodeAgent
 
     for name, why in IGNORED.items():
@@ -130,6 +130,11 @@ def _restart_rules(options: RunOptions) -> RestartRules:
     )
 
 
+def _grace_s(*given: float | None) -> float:
+    """Return the grace period: the first that was given, else the default."""
+    return next((grace_s for grace_s in given if grace_s is not None), DEFAULT_GRACE_S)
+
+
 def _relay(store: str | None, credentials: Credentials) -> str:
     """Return the default of --relay: the node's own relay if workers could not use that of another node."""
     return LOCAL if credentials.protects or (store and parse_url(store).scheme == "etcd") else RANK0
@@ -165,7 +170,6 @@ def _job(worker: WorkerCommand, options: RunOptions) -> Job:
             f"--rdzv-conf {HOST}",
             "the server of --store is already running" if store else "this node has a private server",
         )
-    graces_s = (options.grace, options.shutdown_timeout, DEFAULT_GRACE_S)
     return Job(
         command=worker,
         min_nodes=least,
@@ -183,7 +187,7 @@ def _job(worker: WorkerCommand, options: RunOptions) -> Job:
         local_address=options.local_addr,
         role=options.role,
         rules=_restart_rules(options),
-        grace_s=next(grace_s for grace_s in graces_s if grace_s is not None),
+        grace_s=_grace_s(options.grace, options.shutdown_timeout),
         hang_timeout_s=options.hang_timeout or 0.0,
         agent_timeout_s=options.agent_timeout,
         exit_timeout_s=options.exit_timeout,
