@@ -73,6 +73,9 @@ PLACED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "srun with pmi2": (
         {**STEP, "PMI_RANK": "2", "PMI_SIZE": "4", "PMI_FD": "5"}, {}, "4:4 2 n01:29400 False slurm-7.0",
     ),
+    "srun of an image with PMI's variables": (
+        {**STEP, "PMI_RANK": "0", "PMI_SIZE": "1"}, {}, "4:4 2 n01:29400 False slurm-7.0",
+    ),
     "srun with pmix": ({**STEP, "PMIX_RANK": "2"}, {}, "4:4 2 n01:29400 False slurm-7.0"),
     "everything given, but asked for": (
         STEP, {"cluster": "slurm", "nnodes": (4, 4), "endpoint": True}, "4:4 2  None slurm-7.0",
@@ -145,8 +148,11 @@ def test_a_pod_has_its_place(case: str) -> None:
 UNPLACED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "nothing": ({}, {}, "no scheduler"),
     "one node": (
-        {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0",
-         "SLURM_STEP_NODELIST": "n01"}, {}, "one node",
+        {**STEP, "SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NODEID": "0"}, {}, "one node",
+    ),
+    "one node, and nothing else": (
+        {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_NNODES": "1",
+         "SLURM_NODELIST": "(null)"}, {}, "one node",
     ),
     "a batch script on one node": ({**BATCH, "SLURM_NNODES": "1", "SLURM_JOB_NUM_NODES": "1"}, {}, "no scheduler"),
     "a batch script, everything given": (BATCH, {"nnodes": (4, 4), "endpoint": True}, "the options say"),

@@ -123,11 +123,12 @@ def _look(facts: Facts, given: GivenOptions) -> Evidence | Unusable | None:
     if chosen == KUBERNETES:
         return kubernetes
     pmi = None if _is_of_srun(environ) else read_pmi(environ)
-    return read_open_mpi(environ) or (pmi if _is_firm(pmi) else None) or slurm or kubernetes or pmi
+    return read_open_mpi(environ) or (pmi if _is_certain(pmi) else None) or slurm or kubernetes or pmi
 
 
-def _is_firm(found: Evidence | Unusable | None) -> bool:
-    return isinstance(found, Evidence) or (found is not None and found.fatal)
+def _is_certain(found: Evidence | Unusable | None) -> bool:
+    """Return whether several processes were started; programs that are not of MPI set PMI's variables for one."""
+    return found is not None and (found.fatal if isinstance(found, Unusable) else found.nodes > 1)
 
 
 def _is_of_srun(environ: Mapping[str, str]) -> bool:

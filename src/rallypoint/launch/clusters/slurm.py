@@ -36,6 +36,8 @@ def read_slurm(environ: Mapping[str, str], nnodes: tuple[int, int] | None) -> Ev
     name = f"Slurm step {job}.{step}"
     nodes, rank = number(environ, "SLURM_STEP_NUM_NODES", "SLURM_NNODES"), number(environ, "SLURM_NODEID")
     tasks = number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+    if nodes == 1 and tasks in (None, 1):
+        return Evidence(what=name, nodes=1, nodes_from="one node", rank=0, rank_from="one node", run_id="")
     if nodes is None or rank is None or tasks is None:
         absent = [("SLURM_STEP_NUM_NODES", nodes), ("SLURM_NODEID", rank), ("SLURM_STEP_NUM_TASKS", tasks)]
         return Unusable(f"{name}, but {', '.join(each for each, value in absent if value is None)} is not a number")

@@ -7,6 +7,7 @@ time for its workers SIGKILL, which its workers do not survive. The exit code is
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -70,9 +71,9 @@ def main() -> int:
     if not received:
         return _fail("no settings on standard input; this program is started by rallypoint run --hosts")
     try:
-        settings = msgspec.json.decode(received.pop(0), type=AgentSettings)
+        settings = msgspec.convert(json.loads(received.pop(0)), AgentSettings)  # msgspec.json accepts no surrogates
         os.chdir(settings.directory)
-    except msgspec.MsgspecError as error:
+    except (ValueError, msgspec.ValidationError) as error:
         return _fail(f"malformed settings: {error}. Is rallypoint the same version on all hosts?")
     except OSError as error:
         return _fail(f"cannot change to the directory of the launcher, {error.filename!r}: {error.strerror}")
