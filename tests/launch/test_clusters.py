@@ -145,6 +145,11 @@ def test_a_pod_has_its_place(case: str) -> None:
     check(place(environ, names, **{"nnodes": (4, 4), **options}), f"{expected} {run}")
 
 
+def test_a_pod_with_a_server_elsewhere_needs_no_service() -> None:
+    placed = place(POD, ("train-2", ""), cluster="kubernetes", nnodes=(4, 4), endpoint=True)
+    check(placed, "4:4 2  None kubernetes-train")
+
+
 UNPLACED: dict[str, tuple[dict[str, str], dict[str, Any], str]] = {
     "nothing": ({}, {}, "no scheduler"),
     "one node": (

@@ -50,7 +50,7 @@ def read_kubernetes(facts: Facts, nnodes: tuple[int, int] | None, has_endpoint: 
         rank=rank if rank < most else None,
         rank_from=rank_from,
         head=f"{first}.{service}" if service else "",
-        run_id=f"kubernetes-{first.removesuffix('-0')}.{service}",
+        run_id=f"kubernetes-{first.removesuffix('-0')}.{service}".rstrip("."),
     )
 
 
