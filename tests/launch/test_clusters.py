@@ -197,6 +197,7 @@ def test_an_environment_that_changes_nothing_and_is_not_mentioned(case: str) -> 
 def test_a_hint_changes_nothing_but_is_mentioned(environ: dict[str, str], says: str) -> None:
     decision = place(environ)
     assert isinstance(decision, Unplaced) and decision.notable and says in decision.reason, decision
+    assert isinstance(place(environ, cluster="kubernetes" if environ is POD else "mpi"), Impossible), "it was asked for"
 
 
 SRUN = "'srun --nodes=4 --ntasks=4 --ntasks-per-node=1 rallypoint run"

@@ -85,7 +85,8 @@ def place_node(facts: Facts, given: GivenOptions) -> Placement | Unplaced | Impo
     if found is None:
         return _unseen(given)
     if isinstance(found, Unusable):
-        return Impossible(found.reason) if found.fatal else Unplaced(found.reason, notable=True)
+        hint = not found.fatal and given.cluster == AUTO
+        return Unplaced(found.reason, notable=True) if hint else Impossible(found.reason)
     wrong = _contradiction(found, given)
     if found.nodes == 1 and not (ssh and wrong):
         return Unplaced(f"{found.what} has one node")
