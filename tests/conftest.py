@@ -48,7 +48,7 @@ CLUSTER_VARIABLES = ("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "JOB_COMPL
 
 
 def pytest_configure() -> None:
-    """Stop ignoring inherited signals; SIGHUP still does not end the suite, as nohup requires."""
+    """Forget the scheduler, and stop ignoring inherited signals; SIGHUP does not end the suite, as nohup requires."""
     for name in [name for name in os.environ if name.startswith(CLUSTER_VARIABLES)]:
         del os.environ[name]
     handlers = {
