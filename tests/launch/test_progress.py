@@ -122,7 +122,8 @@ def test_a_step_is_a_number_of_eight_bytes(step: object) -> None:
     worker = Worker(
         dict.fromkeys(
             """RALLYPOINT_URL RALLYPOINT_RUN RALLYPOINT_SCOPE RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE
-            RALLYPOINT_NODE RALLYPOINT_ROUND TORCHELASTIC_RESTART_COUNT""".split(),  # noqa: SIM905
+            RALLYPOINT_NODE RALLYPOINT_NODE_ADDR RALLYPOINT_RANK0_ADDR RALLYPOINT_ROUND
+            TORCHELASTIC_RESTART_COUNT""".split(),  # noqa: SIM905
             "1",
         )
     )

@@ -27,7 +27,7 @@ from rallypoint.launch.monitoring.node_monitor import NodeMonitor
 from rallypoint.launch.round_spec import NodeInfo, RoundSpec, exchange_node_info
 from rallypoint.launch.run_state import RunState
 from rallypoint.launch.stores.interruptible_store import interruptible_view
-from rallypoint.launch.stores.store_provider import StoreProvider, rank0_address
+from rallypoint.launch.stores.store_provider import StoreProvider, address_in, rank0_address
 from rallypoint.launch.stores.store_search import READ_S, StoreSearch
 from rallypoint.launch.wakeup_pipe import WakeupPipe
 from rallypoint.recipes.rendezvous import Rendezvous, Round, Status
@@ -194,6 +194,7 @@ class NodeRun:
             node_rank=joined.rank,
             workers=[one.workers for one in infos],
             master=master,
+            address=address_in(joined, self.rendezvous.address),
             rank0=rank0_address(joined),
             role=self._job.role,
             restarts=self.run_state.used,

@@ -40,6 +40,9 @@ class RoundSpec(NamedTuple):
     master: net.Endpoint
     """Address of the round's own store, which speaks PyTorch's protocol."""
 
+    address: str
+    """Address at which other nodes reach this one."""
+
     rank0: str
     """Address of the node of rank 0."""
 
@@ -145,6 +148,7 @@ def environment(spec: RoundSpec, rank: int, extra: Mapping[str, str], error_file
         "TORCHELASTIC_RUN_ID": spec.run_id,
         "TORCHELASTIC_USE_AGENT_STORE": True,
         "TORCHELASTIC_ERROR_FILE": error_file,
+        "RALLYPOINT_NODE_ADDR": spec.address,
         "RALLYPOINT_RANK0_ADDR": spec.rank0,
         "RALLYPOINT_URL": spec.url,
         "RALLYPOINT_RUN": spec.run_id,

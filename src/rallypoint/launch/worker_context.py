@@ -7,7 +7,8 @@ from functools import cached_property
 from time import monotonic_ns
 
 from rallypoint.deadline import Timeout
-from rallypoint.errors import RallypointError, WithFields
+from rallypoint.errors import AddressTaken, RallypointError, WithFields
+from rallypoint.launch.held_ports import HeldPorts
 from rallypoint.launch.monitoring.progress_record import MONITOR_VARIABLE, PROGRESS_AT, STEP, ProgressWriter
 from rallypoint.recipes.barrier import Barrier
 from rallypoint.recipes.exchange import Exchange
@@ -50,6 +51,9 @@ class Worker:
         self.round = int(variable("RALLYPOINT_ROUND"))
         self.restarts = int(variable("TORCHELASTIC_RESTART_COUNT"))
         self.run_id = variable("RALLYPOINT_RUN")
+        self.address = variable("RALLYPOINT_NODE_ADDR")
+        self.rank0_address = variable("RALLYPOINT_RANK0_ADDR")
+        self._held_ports = HeldPorts()
         self._record = ProgressWriter(environment.get(MONITOR_VARIABLE, "")).numbers
 
     def __repr__(self) -> str:
@@ -80,6 +84,27 @@ class Worker:
     def exchange(self, name: str = "workers") -> Exchange:
         """Return an exchange between all workers of the round."""
         return Exchange(self.store, name, self.world_size)
+
+    def free_port(self, timeout: Timeout | None = None, name: str = "free_port", hold: bool = True) -> int:
+        """Return a free port of rank 0's node, the same on all workers of the round; each call returns another one.
+
+        All workers call it, in the same order for each `name`. Rank 0's process holds the port until it ends: no other
+        process gets it by chance, and a server that sets SO_REUSEADDR, as most do, can bind it, in any process of that
+        node. A server that does not set it needs `hold=False`: then the port was free a moment ago, and another process
+        may take it first.
+
+        Raises MembersMissing at the timeout, and AddressTaken on all workers if rank 0's node has no free port.
+        """
+        found = b""
+        if self.rank == 0:
+            try:
+                found = str(self._held_ports.reserve(hold)).encode()
+            except OSError as error:
+                found = b"!" + (error.strerror or str(error)).encode()
+        found = self.exchange(name).broadcast(self.rank, found, timeout=timeout)
+        if found.startswith(b"!"):
+            raise AddressTaken(address=f"a free port of rank 0's node ({self.rank0_address})", why=found[1:].decode())
+        return int(found)
 
 
 _worker: Worker | None = None

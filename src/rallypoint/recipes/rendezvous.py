@@ -142,6 +142,9 @@ class Rendezvous(Recipe):
             is_loopback(join_args.host_of(store)),
             spare=spare,
         )
+        self.address = self._join.address
+        """The address at which other nodes reach this one."""
+
         _here.add(self)
         self._round: Round | None = None
         self._call = 0

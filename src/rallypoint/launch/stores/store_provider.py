@@ -40,7 +40,8 @@ from rallypoint.store.tcp import TCPStore
 if TYPE_CHECKING:
     from rallypoint.recipes.rendezvous import Round
 
-__all__ = ["OnFailure", "StoreProvider", "provide_alone", "provide_at_endpoint", "provide_on_etcd", "rank0_address"]
+__all__ = ["OnFailure", "StoreProvider", "address_in", "provide_alone", "provide_at_endpoint", "provide_on_etcd",
+           "rank0_address"]  # fmt: skip
 
 PROBE_S = 3.0
 """Timeout of the probe of a relay after a worker has failed; no reply proves nothing."""
@@ -243,5 +244,9 @@ def _find(
 
 def rank0_address(joined: Round) -> str:
     """Return the address of rank 0's node for the workers of a round; loopback if all are on one machine."""
-    first = joined.first.host
-    return LOOPBACK if joined.world_size == 1 or is_loopback(first) else first
+    return address_in(joined, joined.first.host)
+
+
+def address_in(joined: Round, address: str) -> str:
+    """Return the address of a node for the workers of a round, given the one that it announced."""
+    return LOOPBACK if joined.world_size == 1 or is_loopback(address) else address
