@@ -32,7 +32,11 @@ SAYS = {
 }
 """Every example, and a line that it must print."""
 
-LAUNCHED = {"pi.py": "tests/launch/test_pi.py", "ddp_elastic.py": "tests/interop/test_ddp_elastic.py"}
+LAUNCHED = {
+    "pi.py": "tests/launch/test_pi.py",
+    "ddp_elastic.py": "tests/interop/test_ddp_elastic.py",
+    "jax_elastic.py": "tests/launch/test_jax_elastic.py",
+}
 """Examples for `rallypoint run`, and the tests that run them."""
 
 PAGES = ("README.md", "docs/run.md")
