@@ -134,14 +134,14 @@ def test_the_page_of_the_launcher_names_every_option() -> None:
     assert set(row.split()) <= options
 
 
-@pytest.mark.parametrize("page", ["rendezvous.md", "queues.md", "relay.md"])
+@pytest.mark.parametrize("page", ["rendezvous.md", "queues.md", "relay.md", "launch.md"])
 def test_the_example_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What it prints is what its comments say."""
     monkeypatch.setenv("RALLYPOINT_RELAY", "")  # one of them sets it
     (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
-        exec(block, {})
+        exec(block, {"__name__": "__main__"})
     assert printed.getvalue().splitlines() == re.findall(r"print\(.*?\) +# (.*)", block)
 
 

@@ -14,7 +14,7 @@ members and reports joins and departures. They run on our server, or on any othe
 nodes with stable ranks, and tells the nodes when to form the next round.
 
 `rallypoint run script.py` starts and restarts the workers of a job; inside the script, `rallypoint.worker()` returns
-the worker's rank and group.
+the worker's rank and group. `rallypoint.launch(function, nproc=4)` does the same for a function, on this machine.
 
 A server runs in its own process: `rallypoint serve` in a terminal, or `with rallypoint.Server() as server:` in a
 program. Unmodified PyTorch programs use it as their TCPStore. `rallypoint relay`, or `rallypoint.Relay`, gives the
@@ -79,6 +79,8 @@ from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import connect
 
 if TYPE_CHECKING:
+    from rallypoint.launch import launch
+    from rallypoint.launch.functions.launch_errors import LaunchFailed, LaunchTimeout, WorkerFailed
     from rallypoint.launch.worker_context import NotLaunched, Worker, worker
     from rallypoint.process.spawn import Server
     from rallypoint.recipes.barrier import Barrier
@@ -114,6 +116,11 @@ __all__ = [
     "Group",
     "Rendezvous",
     "Round",
+    # the launcher
+    "launch",
+    "WorkerFailed",
+    "LaunchTimeout",
+    "LaunchFailed",
     # inside a launched script
     "worker",
     "Worker",
@@ -171,6 +178,9 @@ _LAZY = {
     "Group": "rallypoint.recipes.group",
     "Rendezvous": "rallypoint.recipes.rendezvous",
     "Round": "rallypoint.recipes.rendezvous",
+    "WorkerFailed": "rallypoint.launch.functions.launch_errors",
+    "LaunchTimeout": "rallypoint.launch.functions.launch_errors",
+    "LaunchFailed": "rallypoint.launch.functions.launch_errors",
     "worker": "rallypoint.launch.worker_context",
     "Worker": "rallypoint.launch.worker_context",
     "NotLaunched": "rallypoint.launch.worker_context",
@@ -178,12 +188,14 @@ _LAZY = {
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_LAZY})
+    return sorted({*globals(), *_LAZY, "launch"})
 
 
 def __getattr__(name: str) -> Any:
-    if name in _LAZY:
-        import importlib
+    import importlib
 
+    if name == "launch":
+        return importlib.import_module("rallypoint.launch")  # a package that can be called
+    if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

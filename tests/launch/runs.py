@@ -206,10 +206,14 @@ def parent(pid: int) -> int:
     return 0
 
 
+def every_process() -> set[int]:
+    """Return the pids of all processes of this machine."""
+    return {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()}
+
+
 def processes_of(agent: int) -> set[int]:
     """Return the pids of a process and of all that it has started, and so on."""
-    every = {int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdecimal()}
-    parents = {pid: parent(pid) for pid in every}
+    parents = {pid: parent(pid) for pid in every_process()}
     found = {agent}
     while more := {pid for pid, above in parents.items() if above in found} - found:
         found |= more

@@ -14,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import signal
 import traceback
+from collections.abc import Callable
+from typing import Any
 
 from rallypoint.client import outage
 from rallypoint.client.routing.refusals import Refusals
@@ -38,16 +40,16 @@ RETRY_S = 1.0
 
 
 class NodeAgent:
-    """Runs one node's workers until the job ends."""
+    """Runs one node's workers until the job ends; `report` receives its events, if given."""
 
     _logs: LogFiles
     _workers: WorkerGroup
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, report: Callable[[dict[str, Any]], object] | None = None) -> None:
         self._job = job
         self._policy = RestartPolicy(rules=job.rules)
         self._wakeup = WakeupPipe()
-        self._events = Events(job.node or "", job.quiet, job.json, self._wakeup.uninterrupted)
+        self._events = Events(job.node or "", job.quiet, job.json, self._wakeup.uninterrupted, report)
         self._run = NodeRun(job, self._events, self._wakeup)
         self._round: RoundLoop | None = None
         """The last round that this node has joined."""

@@ -25,7 +25,10 @@ STATUS_S = 1.0
 
 
 class Events:
-    """Writes the events of one agent. On a terminal, a status line that is redrawn in place shows a wait."""
+    """Writes the events of one agent. On a terminal, a status line that is redrawn in place shows a wait.
+
+    With `report` every event is also passed to that function, and failures are shown nowhere else.
+    """
 
     def __init__(
         self,
@@ -33,11 +36,13 @@ class Events:
         quiet: bool,
         as_json: bool,
         uninterrupted: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+        report: Callable[[dict[str, Any]], object] | None = None,
     ) -> None:
         self.node = node
         self._quiet = quiet
         self._json = as_json
         self._uninterrupted = uninterrupted
+        self._report = report
         self._show: Callable[[str], object] = _write_line
         self._terminal = os.isatty(2) and not as_json and not quiet
 
@@ -52,6 +57,7 @@ class Events:
 
     def say(self, event: str, message: str, *, as_text: bool = True, **facts: Any) -> None:
         """Report an event as JSON, or as text if `as_text` is true and the agent is not quiet."""
+        self._pass_on(event, message, facts)
         if self._json:
             self._as_json(event, message, facts)
         elif as_text and not self._quiet:
@@ -59,9 +65,10 @@ class Events:
 
     def fail(self, event: str, message: str, text: str = "", **facts: Any) -> None:
         """Report a failure, even if quiet; `text`, if given, replaces the line of text."""
+        self._pass_on(event, message, facts)
         if self._json:
             self._as_json(event, message, facts)
-        else:
+        elif self._report is None:
             self._put(printable(text, keep="\n\t") or f"rallypoint run: {printable(message)}")
 
     def waits(self, message: str) -> None:
@@ -83,6 +90,11 @@ class Events:
         finally:
             over.set()
             thread.join(STATUS_S)  # it may wait for a server that does not answer
+
+    def _pass_on(self, event: str, message: str, facts: dict[str, Any]) -> None:
+        if self._report is not None:
+            with self._uninterrupted():
+                self._report({"event": event, "reason": message, **facts})
 
     def _put(self, text: str) -> None:
         with self._uninterrupted():
