@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from tests.raw_peer import AMPLE_S, until
 
-from rallypoint.launch.output import pump, stream
+from rallypoint.launch.output import console, pump, stream
 from rallypoint.launch.output.pump import (
     OutputPump,
     OutputRoute,
@@ -170,10 +170,12 @@ def test_into_a_pipe_no_write_cuts_a_line_that_others_could_cut_into(monkeypatch
         written.append(data)
         return True
 
-    monkeypatch.setattr(stream, "_write", write)
+    monkeypatch.setattr(console, "write_all", write)
     reader, writer = os.pipe()
     lines = [b"%d " % n + b"x" * (n % 6000) + b"\n" for n in range(0, 30_000, 97)]
-    stream.Console(writer, None).write(object(), b"", b"".join(lines))
+    shown = console.Console(writer, None)
+    shown.write(object(), b"", b"".join(lines))
+    shown.flush(0.0)
     os.close(reader)
     os.close(writer)
     assert b"".join(written) == b"".join(lines)
@@ -188,8 +190,8 @@ def test_a_line_without_end_is_passed_on_in_pieces_and_not_kept(screen: Screen) 
     sizes = []
     seen = stream.Stream._show
 
-    def show(self: stream.Stream, data: bytes) -> None:
-        seen(self, data)
+    def show(self: stream.Stream, data: bytes, now: float) -> None:
+        seen(self, data, now)
         sizes.append(len(self.held))
 
     with pytest.MonkeyPatch.context() as patch:
@@ -219,7 +221,7 @@ def test_a_rank_has_its_colour_where_colours_are_wanted() -> None:
 
 def test_colours_are_wanted_where_there_is_a_terminal() -> None:
     terminal, pipe = os.openpty(), os.pipe()
-    assert [stream.Console(descriptor, None).colour for descriptor in (terminal[1], pipe[1])] == [True, False]
+    assert [console.Console(descriptor, None).colour for descriptor in (terminal[1], pipe[1])] == [True, False]
     for descriptor in (*terminal, *pipe):
         os.close(descriptor)
 
@@ -304,9 +306,9 @@ def test_a_child_that_writes_on_does_not_keep_the_end_waiting(screen: Screen, mo
     feed = screen.pump.open("a:0", OutputRoute(False), SHOWN)
     child, carry = os.dup(feed.stdout), stream.Stream.carry
 
-    def carry_and_write(self: stream.Stream, most: int) -> int:
+    def carry_and_write(self: stream.Stream, most: int, now: float) -> int:
         """There is always more when something was read."""
-        read = carry(self, most)
+        read = carry(self, most, now)
         os.write(child, b"more\n")
         return read
 

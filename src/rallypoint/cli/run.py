@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import uuid
+from collections.abc import Mapping
 from typing import Any
 
 import click
@@ -19,6 +20,9 @@ from rallypoint.cli.rdzv_conf import CONF, HOST, NOTES, note
 from rallypoint.cli.run_options import IGNORED, STORE_VARIABLE, RunOptions, read_store_url, run_options
 from rallypoint.core.policy.restart_policy import RestartRules
 from rallypoint.launch.job import LOCAL, RANK0, UNNAMED, Job, WorkerCommand
+from rallypoint.launch.output.output_settings import OutputSettings
+from rallypoint.launch.round_spec import virtual_local_rank
+from rallypoint.launch.workers.numa import cpus_of_workers
 from rallypoint.process import standard_streams
 from rallypoint.security.credentials import Credentials
 from rallypoint.security.tls import check_files
@@ -95,10 +99,23 @@ def _check(options: RunOptions) -> None:
         raise click.UsageError(f"--agent-timeout must be at least {LEAST_AGENT_TIMEOUT_S:g} s, or 0 to wait for ever")
     if options.module and options.no_python:
         raise click.UsageError("--module and --no-python are mutually exclusive: SCRIPT is a module or a command")
+    if options.logs_specs:
+        _check_logs_specs(options.logs_specs)
+    if options.virtual_local_rank:
+        _check_devices(options.nproc_per_node, {**os.environ, **(options.env_file or {})})
     if _store(options) and options.data_dir:
         raise click.UsageError(
             "--data-dir is for a server that this node starts; the server of --store is already running"
         )
+
+
+def _check_logs_specs(name: str) -> None:
+    from rallypoint.launch.output.torch_logs_specs import known_logs_specs
+
+    try:
+        known_logs_specs(name)
+    except ValueError as error:
+        raise click.UsageError(f"--logs-specs: {error}") from None
 
 
 def _kind(options: RunOptions) -> str:
@@ -159,6 +176,39 @@ def _check_files(credentials: Credentials) -> None:
         raise click.UsageError(str(error)) from None
 
 
+def _cpus(options: RunOptions, environment: Mapping[str, str]) -> tuple[frozenset[int], ...] | None:
+    """Return the CPUs of the workers, with --numa-binding."""
+    if options.numa_binding is None:
+        return None
+    if not hasattr(os, "sched_setaffinity"):
+        raise click.UsageError("--numa-binding needs Linux")
+    variables = {**os.environ, **environment}
+    try:
+        return cpus_of_workers(options.numa_binding, options.nproc_per_node, os.sched_getaffinity(0), variables)
+    except ValueError as error:
+        raise click.UsageError(f"--numa-binding {options.numa_binding}: {error}") from None
+
+
+def _check_devices(workers: int, variables: Mapping[str, str]) -> None:
+    """Raise UsageError if a worker has no device of its own, with --virtual-local-rank."""
+    try:
+        virtual_local_rank(workers - 1, variables)
+    except ValueError as error:
+        raise click.UsageError(f"--virtual-local-rank: {error}") from None
+
+
+def _output(options: RunOptions) -> OutputSettings:
+    return OutputSettings(
+        shown_ranks=options.ranks_filter,
+        fold=options.fold,
+        progress_bars=options.progress_bars,
+        stdout_filters=options.duplicate_stdout_filters or (),
+        stderr_filters=options.duplicate_stderr_filters or (),
+        logs_specs=options.logs_specs or "",
+        event_log_handler=options.event_log_handler,
+    )
+
+
 def _job(worker: WorkerCommand, options: RunOptions) -> Job:
     credentials = _credentials(options)
     least, most = (1, 1) if options.standalone else options.nnodes
@@ -170,6 +220,7 @@ def _job(worker: WorkerCommand, options: RunOptions) -> Job:
             f"--rdzv-conf {HOST}",
             "the server of --store is already running" if store else "this node has a private server",
         )
+    environment = options.env_file or {}
     return Job(
         command=worker,
         min_nodes=least,
@@ -197,8 +248,12 @@ def _job(worker: WorkerCommand, options: RunOptions) -> Job:
         redirects=options.redirects,
         tee=options.tee,
         shown_ranks=options.local_ranks_filter,
+        output=_output(options),
         line_prefix=os.environ.get(LINE_PREFIX, ""),
-        environment=options.env_file or {},
+        environment=environment,
+        virtual_local_rank=options.virtual_local_rank,
+        cpus=_cpus(options, environment),
+        signals=options.signals_to_handle,
         quiet=options.quiet,
         json=options.json or options.log_format == "json",
         notes=tuple(click.get_current_context().meta.get(NOTES, ())),

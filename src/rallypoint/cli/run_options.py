@@ -15,11 +15,22 @@ from rallypoint import net
 from rallypoint.cli.cluster_options import cluster_group
 from rallypoint.cli.credential_options import FILES
 from rallypoint.cli.option_groups import OptionGroup, checked, parsed
+from rallypoint.cli.output_options import output_options
 from rallypoint.cli.rdzv_conf import read_conf
 from rallypoint.core.machines.machine import MAX_MEMBERS
-from rallypoint.launch.job import RELAYS, directory, env_file, exit_codes, node_range, printable_name, run_name
+from rallypoint.launch.job import (
+    ENDING_SIGNALS,
+    RELAYS,
+    directory,
+    env_file,
+    exit_codes,
+    node_range,
+    printable_name,
+    run_name,
+    signal_names,
+)
 from rallypoint.launch.job import workers_here as read_workers
-from rallypoint.launch.output.routes import parse_ranks, parse_std
+from rallypoint.launch.workers.numa import MODES
 from rallypoint.security.credentials import VARIABLES
 from rallypoint.server.settings import DEFAULT_PORT
 from rallypoint.store.url import parse_url
@@ -30,18 +41,11 @@ IGNORED = {
     "monitor_interval": "workers are monitored without polling",
     "rdzv_backend": "there is only one backend",
     "start_method": "workers are always started as new processes",
-    "event_log_handler": "see --json",
-    "logs_specs": "see --log-dir, --redirects and --tee",
-    "numa_binding": "bind workers in the script, or with numactl and --no-python",
     "run_path": "the script is run directly",
-    "virtual_local_rank": "LOCAL_RANK is the rank on this node",
-    "duplicate_stdout_filters": "filter the log files instead",
-    "duplicate_stderr_filters": "filter the log files instead",
-    "signals_to_handle": "TERM, INT, HUP, QUIT, USR1 and USR2 are handled",
 }
 """Options of torchrun that are accepted and ignored, with a note that gives this reason."""
 
-IGNORED_FLAGS = ("run_path", "virtual_local_rank")
+IGNORED_FLAGS = ("run_path",)
 IGNORED_TYPES = {"monitor_interval": click.FLOAT, "start_method": click.Choice(["spawn", "fork", "forkserver"])}
 """The ignored options whose values are checked, as by torchrun."""
 
@@ -75,6 +79,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     no_python: bool
     role: str
     env_file: dict[str, str] | None
+    numa_binding: str | None
+    virtual_local_rank: bool
     restart: str
     restart_budget: int | None
     max_restarts: int
@@ -86,10 +92,18 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     grace: float | None
     shutdown_timeout: float | None
     exit_timeout: float
+    signals_to_handle: tuple[str, ...]
     log_dir: str | None
     redirects: str
     tee: str
     local_ranks_filter: frozenset[int] | None
+    ranks_filter: frozenset[int] | None
+    fold: str
+    progress_bars: str
+    duplicate_stdout_filters: tuple[str, ...] | None
+    duplicate_stderr_filters: tuple[str, ...] | None
+    logs_specs: str | None
+    event_log_handler: str
     quiet: bool
     json: bool
     log_format: str
@@ -110,7 +124,7 @@ def read_store_url(text: str) -> str:
 
 
 def _groups() -> list[OptionGroup]:
-    return [_size(), _place(), cluster_group(), _security(), _identity(), _program(), _restarts(), _output()]
+    return [_size(), _place(), cluster_group(), _security(), _identity(), _program(), _restarts(), output_options()]
 
 
 def _size() -> OptionGroup:
@@ -181,6 +195,11 @@ def _program() -> OptionGroup:
               help="Role of the workers, shown in their environment and output.")  # fmt: skip
     group.add("env-file", ours=True, metavar="FILE", callback=parsed(env_file, machine=True),
               help="File of NAME=value lines: additional environment variables for the workers.")  # fmt: skip
+    group.add("numa-binding", type=click.Choice(MODES), default_text="none",
+              help="Bind workers to CPUs near their GPUs: those of the NUMA node or the socket, an exclusive share of "
+                   "the node's cores, or the cores of one cache.")  # fmt: skip
+    group.add("virtual-local-rank", is_flag=True,
+              help="Set LOCAL_RANK to 0 in all workers, and CUDA_VISIBLE_DEVICES to the worker's own GPU.")  # fmt: skip
     return group
 
 
@@ -215,25 +234,9 @@ def _restarts() -> OptionGroup:
                            "precedence.")  # fmt: skip
     group.add_seconds("exit-timeout", ours=True, default="300",
                       help="How long a finished node waits for the other nodes.")  # fmt: skip
-    return group
-
-
-def _output() -> OptionGroup:
-    group = OptionGroup("Output")
-    group.add("log-dir", metavar="DIRECTORY", callback=parsed(directory, machine=True),
-              help="Directory for the workers' output and failure.json.")  # fmt: skip
-    group.add("redirects", "-r", metavar="STREAMS", default="0", default_text="0", callback=checked(parse_std),
-              help="Streams written to files only: 0 none, 1 stdout, 2 stderr, 3 both; or per local rank, for example "
-                   "0:1,1:3.")  # fmt: skip
-    group.add("tee", "-t", metavar="STREAMS", default="0", default_text="0", callback=checked(parse_std),
-              help="Streams written to files and to the terminal, in the same notation.")  # fmt: skip
-    group.add("local-ranks-filter", metavar="RANK,…", default_text="all", callback=parsed(parse_ranks),
-              help="Local ranks whose output is shown on the terminal.")  # fmt: skip
-    group.add("quiet", "-q", ours=True, is_flag=True, help="Print only the workers' output and failures.")
-    group.add("json", ours=True, is_flag=True,
-              help="Print events as JSON objects, one per line, on standard error.")  # fmt: skip
-    group.add("log-format", ours=True, type=click.Choice(["text", "json"]), default="text", default_text="text",
-              help="Format of events; json is the same as --json.")  # fmt: skip
+    group.add("signals-to-handle", metavar="SIGNAL,…", default=",".join(ENDING_SIGNALS),
+              default_text=",".join(ENDING_SIGNALS), callback=parsed(signal_names),
+              help="Signals that stop the workers, which get the same signal, and then this node.")  # fmt: skip
     return group
 
 

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
 
 from rallypoint.client import outage
 from rallypoint.client.routing.refusals import Refusals
-from rallypoint.core.policy.restart_policy import RestartPolicy
+from rallypoint.core.policy.restart_policy import FORWARDED, RestartPolicy
 from rallypoint.deadline import Deadline
 from rallypoint.errors import AuthenticationFailed, MeetingError, NetworkError, RallypointError, RunClosed
 from rallypoint.launch.events import Events
@@ -30,6 +31,7 @@ from rallypoint.launch.output.log_files import LogFiles
 from rallypoint.launch.round_loop import RoundLoop
 from rallypoint.launch.round_spec import RoundSpec
 from rallypoint.launch.run_errors import describe_end, describe_loss
+from rallypoint.launch.torch_events import TorchEvents
 from rallypoint.launch.wakeup_pipe import Signalled, WakeupPipe
 from rallypoint.launch.workers.worker_group import WorkerGroup
 
@@ -47,9 +49,11 @@ class NodeAgent:
 
     def __init__(self, job: Job, report: Callable[[dict[str, Any]], object] | None = None) -> None:
         self._job = job
-        self._policy = RestartPolicy(rules=job.rules)
-        self._wakeup = WakeupPipe()
+        forwarded = tuple(name for name in FORWARDED if name not in job.signals)
+        self._policy = RestartPolicy(rules=job.rules, forwarded=forwarded)
+        self._wakeup = WakeupPipe(job.signals)
         self._events = Events(job.node or "", job.quiet, job.json, self._wakeup.uninterrupted, report)
+        self._torch_events = TorchEvents(job, self._events.line)
         self._run = NodeRun(job, self._events, self._wakeup)
         self._round: RoundLoop | None = None
         """The last round that this node has joined."""
@@ -65,8 +69,11 @@ class NodeAgent:
                 for note in self._job.notes:
                     self._events.say("note", note)
                 self._set_up(stack)
-                return self._run_rounds()
+                code = self._run_rounds()
+                self._torch_events.ended(code == 0, self._failures, interrupted=self._policy.signals > 0)
+                return code
             except Signalled as caught:
+                self._torch_events.ended(False, (), interrupted=True)
                 self._events.say("signal", f"{caught.name} while {self._run.waits_for}")
                 return 128 + int(signal.Signals[caught.name])
             except RallypointError as error:
@@ -75,6 +82,7 @@ class NodeAgent:
                 message = f"internal error of the launcher:\n{traceback.format_exc().rstrip()}"
                 text = f"rallypoint run: {message}"
             self._events.fail("error", message, text)
+            self._torch_events.ended(False, (), interrupted=True)
             self._run.failed = message
             if self._round is not None:
                 self._round.stop()
@@ -90,7 +98,7 @@ class NodeAgent:
         self._run.attach(Deadline(self._job.join_timeout_s))
         self._logs = LogFiles(self._job, self._events)
         stack.callback(self._logs.close)
-        self._workers = WorkerGroup(self._job, self._logs, self._wakeup.fileno())
+        self._workers = WorkerGroup(self._job, self._logs, self._wakeup.fileno(), self._torch_events.started)
         stack.callback(self._workers.close)
         self._run.monitor.watch(self._workers)
         stack.enter_context(self._events.shown_by(self._workers.say))
@@ -112,10 +120,12 @@ class NodeAgent:
     def _next_round(self) -> int | None:
         """Run the next round, or continue the current one if this node is done in it; return the exit code or None."""
         if self._round is None or not self._run.done:
+            began_at = time.monotonic()
             try:
                 spec = self._run.join_round()
             except RunClosed as closed:
                 return self._too_late(closed)
+            self._torch_events.joined(spec, time.monotonic() - began_at)
             self._round = self._enter(spec)
         end = self._round.run()
         if end.result:
@@ -160,8 +170,11 @@ class NodeAgent:
         if first is None:
             self._events.fail("end", reason)
             return 1
-        failures = FailureLog() if self._round is None else self._round.failures
-        return failures.report(first, self._events, self._logs)
+        return self._failures.report(first, self._events, self._logs)
+
+    @property
+    def _failures(self) -> FailureLog:
+        return FailureLog() if self._round is None else self._round.failures
 
     # Reconnecting
 

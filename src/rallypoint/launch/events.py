@@ -71,6 +71,10 @@ class Events:
         elif self._report is None:
             self._put(printable(text, keep="\n\t") or f"rallypoint run: {printable(message)}")
 
+    def line(self, text: str) -> None:
+        """Write a line as it is."""
+        self._put(text)
+
     def waits(self, message: str) -> None:
         """Report what the agent waits for; not on a terminal, where the status line shows it."""
         if not self._terminal:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 from rallypoint.launch.events import Events
 from rallypoint.launch.failure_report import report
@@ -21,6 +21,9 @@ class FailureLog:
 
     def __bool__(self) -> bool:
         return bool(self._failures)
+
+    def __iter__(self) -> Iterator[Failure]:
+        return iter(self._failures)
 
     def __contains__(self, failure: object) -> bool:
         return failure in self._failures

@@ -10,6 +10,7 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import stat
 import sys
 from collections.abc import Mapping
@@ -21,10 +22,12 @@ import msgspec
 from rallypoint.core.machines.machine import MAX_MEMBERS
 from rallypoint.core.machines.rendezvous import MAX_TEXT
 from rallypoint.core.policy.restart_policy import RestartRules
+from rallypoint.launch.output.output_settings import OutputSettings
 from rallypoint.recipes.join_args import node_name
 from rallypoint.security.credentials import OPEN, Credentials
 
 __all__ = [
+    "ENDING_SIGNALS",
     "LOCAL",
     "RANK0",
     "RELAYS",
@@ -37,6 +40,7 @@ __all__ = [
     "node_range",
     "printable_name",
     "run_name",
+    "signal_names",
     "workers_here",
 ]
 
@@ -48,6 +52,12 @@ RELAYS = RANK0, LOCAL = "rank0", "local"
 """Which relay serves the store of a round: the one of rank 0's node, or each node's own."""
 
 MAX_CODE = 255
+
+ENDING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
+"""The signals that end a job on this node, unless --signals-to-handle names others."""
+
+UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGALRM", "SIGCHLD", "SIGCONT")
+"""Signals that the kernel or the agent itself needs."""
 
 
 class WorkerCommand(NamedTuple):
@@ -121,10 +131,22 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     redirects: str = "0"
     tee: str = "0"
     shown_ranks: frozenset[int] | None = None
+    """Local ranks whose output is shown on the console; None: all."""
+
+    output: OutputSettings = OutputSettings()
     line_prefix: str = ""
     """Template of the prefix of teed lines ($role_name, $rank, $local_rank); empty: the prefix of all other lines."""
 
     environment: dict[str, str] = {}
+    virtual_local_rank: bool = False
+    """Whether each worker sees only its own GPU, as device 0."""
+
+    cpus: tuple[frozenset[int], ...] | None = None
+    """The CPUs of each worker, by local rank; None: those of the agent."""
+
+    signals: tuple[str, ...] = ENDING_SIGNALS
+    """Signals that end the workers and this agent."""
+
     quiet: bool = False
     json: bool = False
     notes: tuple[str, ...] = ()
@@ -234,6 +256,17 @@ def exit_codes(text: str) -> tuple[int, ...]:
         if not (number.isascii() and number.isdigit() and 1 <= int(number) <= MAX_CODE):
             raise ValueError(f"{number!r} is not the exit code of a failure: use 1 to {MAX_CODE}")
     return tuple(map(int, numbers))
+
+
+def signal_names(text: str) -> tuple[str, ...]:
+    """Parse --signals-to-handle, names of signals separated by commas."""
+    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    for name in names:
+        if name not in signal.Signals.__members__ or name in UNHANDLED:
+            raise ValueError(f"{name!r} is not a signal that can be handled: use names such as SIGTERM,SIGUSR1")
+    if not names:
+        raise ValueError("names no signal: the agent could not be ended")
+    return names
 
 
 def directory(text: str) -> str:

@@ -10,11 +10,15 @@ from rallypoint import net
 from rallypoint.client.routing.relay_address import VARIABLE as RELAY
 from rallypoint.deadline import Deadline
 from rallypoint.errors import MembersMissing
+from rallypoint.launch.job import ENDING_SIGNALS
 from rallypoint.recipes.exchange import Exchange
 from rallypoint.recipes.rendezvous import Round
 from rallypoint.security.credentials import RUN_TOKEN, Credentials
 
-__all__ = ["NodeInfo", "RoundSpec", "environment", "exchange_node_info"]
+__all__ = ["SIGNALS", "NodeInfo", "RoundSpec", "environment", "exchange_node_info", "virtual_local_rank"]
+
+SIGNALS = "TORCHELASTIC_SIGNALS_TO_HANDLE"
+"""The variable with the signals that PyTorch handles, in workers that start further processes."""
 
 LOOK_S = 2.0
 """How often a node that waits for the data of the others checks whether the round is over."""
@@ -160,7 +164,17 @@ def environment(spec: RoundSpec, rank: int, extra: Mapping[str, str], error_file
         variables[RELAY] = spec.relay
     base = {**os.environ, **extra, RUN_TOKEN: spec.credentials.run_token}
     base.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-    base.setdefault("TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT,SIGHUP,SIGQUIT")
+    base.setdefault(SIGNALS, ",".join(ENDING_SIGNALS))
     if here > 1:
         base.setdefault("OMP_NUM_THREADS", "1")  # by default every worker would use all cores
     return base | {name: str(value) for name, value in variables.items()}
+
+
+def virtual_local_rank(local_rank: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables of a worker that sees its own GPU only, as device 0; raise ValueError if there is none."""
+    visible = variables.get("CUDA_VISIBLE_DEVICES")
+    devices = None if visible is None else visible.split(",")
+    if devices is not None and local_rank >= len(devices):
+        raise ValueError(f"there is no device for local rank {local_rank} in CUDA_VISIBLE_DEVICES={visible}")
+    device = str(local_rank) if devices is None else devices[local_rank].strip()
+    return {"LOCAL_RANK": "0", "CUDA_VISIBLE_DEVICES": device}

@@ -18,15 +18,15 @@ import os
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
+from rallypoint.core.policy.restart_policy import FORWARDED
+from rallypoint.launch.job import ENDING_SIGNALS
 from rallypoint.readiness import wait_readable
 
 __all__ = ["WakeupPipe", "Signalled"]
 
-ENDING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-HANDLED_SIGNALS = (*ENDING_SIGNALS, "SIGUSR1", "SIGUSR2")
 LAST_CALLS_S = 2.0
 Reply = TypeVar("Reply")
 
@@ -48,9 +48,10 @@ def _close(*descriptors: int) -> None:
 
 
 class WakeupPipe:
-    """The wakeup pipe of one agent, and its queue of signals."""
+    """The wakeup pipe of one agent, and its queue of signals; those in `ending` terminate the agent."""
 
-    def __init__(self) -> None:
+    def __init__(self, ending: Sequence[str] = ENDING_SIGNALS) -> None:
+        self._ending = tuple(ending)
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         os.set_blocking(self._read_end, False)
@@ -84,18 +85,18 @@ class WakeupPipe:
 
     def is_ending(self) -> bool:
         """Return whether a terminating signal is queued."""
-        return any(name in ENDING_SIGNALS for name in self.signals)
+        return any(name in self._ending for name in self.signals)
 
     def forget_forwarded(self) -> None:
         """Drop queued signals that were meant for workers of an earlier round."""
-        for name in [name for name in self.signals if name not in ENDING_SIGNALS]:
+        for name in [name for name in self.signals if name not in self._ending]:
             self.signals.remove(name)  # in place: a handler may append meanwhile
 
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Queue signals and wake the agent, in the main thread, until the end of this block."""
-        numbers = [getattr(signal, name) for name in (*HANDLED_SIGNALS, "SIGALRM")]
-        if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # set by nohup
+        numbers = [getattr(signal, name) for name in dict.fromkeys((*self._ending, *FORWARDED, "SIGALRM"))]
+        if signal.SIGHUP in numbers and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # set by nohup
             numbers.remove(signal.SIGHUP)
         before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
@@ -144,7 +145,7 @@ class WakeupPipe:
         if number != signal.SIGALRM:
             self.signals.append(name)
             self.wake()
-        if name not in ENDING_SIGNALS and not (number == signal.SIGALRM and self.is_ending()):
+        if name not in self._ending and not (number == signal.SIGALRM and self.is_ending()):
             return
         if self._window == SUSPENDED:
             self._missed = True
@@ -153,7 +154,7 @@ class WakeupPipe:
 
     def _interrupt(self) -> None:
         self._shut()  # first: what undoes the interrupted request is not interrupted at once
-        raise Signalled(next(name for name in self.signals if name in ENDING_SIGNALS))
+        raise Signalled(next(name for name in self.signals if name in self._ending))
 
     def _shut(self) -> None:
         self._window = SHUT

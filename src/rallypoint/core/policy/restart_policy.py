@@ -22,13 +22,15 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-__all__ = ["Action", "Decision", "WorkerExit", "RestartPolicy", "RestartRules", "RoundProgress"]
+__all__ = ["FORWARDED", "Action", "Decision", "WorkerExit", "RestartPolicy", "RestartRules", "RoundProgress"]
 
 PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """The delay after the second early exit in a row, and the longest delay."""
 
 INTERRUPT, TERMINATE = "SIGINT", "SIGTERM"
 FORWARDED = ("SIGUSR1", "SIGUSR2")
+"""Signals that are forwarded to the workers, unless they are to end the job."""
+
 SHOWN = 8
 
 
@@ -134,6 +136,9 @@ class RestartPolicy(Struct, kw_only=True):
     early_exits: dict[int, int] = field(default_factory=dict)
     """Consecutive early exits: per rank with `worker` restarts, else of all ranks together (under -1)."""
 
+    forwarded: tuple[str, ...] = FORWARDED
+    """Signals that are forwarded to the workers, and end nothing."""
+
     signals: int = 0
     ending: str = ""
     """Why this node is ending; exits are then not failures."""
@@ -210,7 +215,7 @@ class RestartPolicy(Struct, kw_only=True):
 
     def signal(self, name: str) -> Decision:
         """Decide on a signal that the agent received."""
-        if name in FORWARDED:
+        if name in self.forwarded:
             return Decision(Action.FORWARD, f"{name} is forwarded to the workers", signal=name)
         self.signals += 1
         if self.signals > 1 and name == INTERRUPT:
@@ -220,7 +225,7 @@ class RestartPolicy(Struct, kw_only=True):
 
     def must_kill(self, names: Sequence[str]) -> bool:
         """Return whether these pending signals, in any order, require killing the workers at once."""
-        ending = [name for name in names if name not in FORWARDED]
+        ending = [name for name in names if name not in self.forwarded]
         return INTERRUPT in ending and self.signals + len(ending) > 1
 
     def _restart(self, end: WorkerExit, reason: str) -> Decision:

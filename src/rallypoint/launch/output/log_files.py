@@ -2,7 +2,11 @@
 
     LOG_DIR/failure.json                                    the failure of the last failed run
     LOG_DIR/RUN_RANDOM/attempt_N/LOCAL_RANK/stdout.log      also stderr.log, and error.json if the script wrote one
+    LOG_DIR/RUN_RANDOM/attempt_N/filtered_stdout.log        lines of --duplicate-stdout-filters
     LOG_DIR/RUN_RANDOM/attempt_N/stacks.txt                 the stacks of all ranks, after a hang
+
+N is the number of used restarts, as with torchrun. Workers also start again without a restart, when a node joins or
+leaves. torchrun then removes the files of attempt N; here the new ones are in `attempt_N.1`, and so on.
 
 Without LOG_DIR, output that goes to files is in a temporary directory, which is kept. If no output goes to files,
 error.json still needs a directory: a scratch directory, removed when the agent exits. Its name is chosen first and
@@ -16,6 +20,7 @@ import re
 import secrets
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -43,22 +48,31 @@ class LogFiles:
         self._is_given = bool(job.log_dir)
         self._root = Path(job.log_dir).absolute() if job.log_dir else None
         self._directory: Path | None = None
-        self.scratch = None if job.log_dir or wanted else Path(tempfile.gettempdir(), f"{PREFIX}{secrets.token_hex(8)}")
+        self._begun: Counter[int] = Counter()
+        self._attempt = ""
+        is_kept = not job.output.logs_specs and bool(job.log_dir or wanted)
+        self.scratch = None if is_kept else Path(tempfile.gettempdir(), f"{PREFIX}{secrets.token_hex(8)}")
         """Directory to remove when the agent exits; it may not exist yet."""
 
-    def of(self, attempt: int, local_rank: int) -> Path:
-        """Create and return the directory of one worker; raise OSError if that fails."""
+    def begin(self, restarts: int) -> None:
+        """Begin an attempt, after so many restarts of the job."""
+        again = self._begun[restarts]
+        self._attempt = f"{restarts}.{again}" if again else str(restarts)
+        self._begun[restarts] += 1
+
+    def of(self, local_rank: int) -> Path:
+        """Create and return the directory of one worker in this attempt; raise OSError if that fails."""
         if self._directory is None:
             self._directory = self._make()
-        directory = worker_dir(self._directory, attempt, local_rank)
+        directory = worker_dir(self._directory, self._attempt, local_rank)
         directory.mkdir(parents=True)
         return directory
 
-    def save(self, attempt: int, name: str, text: str) -> str:
-        """Write a file of one attempt, if there is a log directory; return its path, else empty."""
+    def save(self, name: str, text: str) -> str:
+        """Write a file of this attempt, if there is a log directory; return its path, else empty."""
         if self.scratch is not None or self._directory is None:
             return ""
-        path = worker_dir(self._directory, attempt, 0).parent / name
+        path = worker_dir(self._directory, self._attempt, 0).parent / name
         try:
             path.write_text(text)
         except OSError as error:

@@ -12,7 +12,10 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["OutputRoute", "Std", "parse_ranks", "parse_std", "route", "worker_dir"]
+__all__ = ["OutputRoute", "Std", "parse_global_ranks", "parse_ranks", "parse_std", "route", "worker_dir"]
+
+MAX_RANKS = 1 << 20
+"""Limit of a rank in a filter."""
 
 
 class Std(enum.IntFlag):
@@ -56,9 +59,24 @@ def parse_ranks(text: str) -> frozenset[int] | None:
     return frozenset(_rank(part, text) for part in text.split(",")) if text.strip() else None
 
 
-def _rank(part: str, text: str) -> int:
+def parse_global_ranks(text: str) -> frozenset[int] | None:
+    """Parse `--ranks-filter`, global ranks and ranges of them, 0,8-15; return None, for all, if it is empty."""
+    ranks: set[int] = set()
+    for part in text.split(",") if text.strip() else ():
+        low, dash, high = part.partition("-")
+        first = _rank(low, text, "rank")
+        last = _rank(high, text, "rank") if dash else first
+        if last < first or last >= MAX_RANKS:
+            raise ValueError(
+                f"{text!r}: {part.strip()!r} is not a range of ranks: use FIRST-LAST, up to {MAX_RANKS - 1}"
+            )
+        ranks.update(range(first, last + 1))
+    return frozenset(ranks) or None
+
+
+def _rank(part: str, text: str, what: str = "local rank") -> int:
     if not (part.strip().isascii() and part.strip().isdigit()):
-        raise ValueError(f"{text!r}: {part.strip()!r} is not a local rank: use a number from 0")
+        raise ValueError(f"{text!r}: {part.strip()!r} is not a {what}: use a number from 0")
     return int(part)
 
 
@@ -96,6 +114,6 @@ def route(
     return OutputRoute((teed or not redirected) and (shown is None or local_rank in shown), path)
 
 
-def worker_dir(log_dir: Path, attempt: int, local_rank: int) -> Path:
+def worker_dir(log_dir: Path, attempt: int | str, local_rank: int) -> Path:
     """Return the directory of one worker in one attempt, in torchrun's layout."""
     return log_dir / f"attempt_{attempt}" / str(local_rank)

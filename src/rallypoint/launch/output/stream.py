@@ -1,8 +1,7 @@
-"""One output stream of one worker, and the console that shows it without mixing lines.
+"""One output stream of one worker: its pipe, its unfinished line, its bar, and its destinations.
 
-All of this runs in the pump's thread (pump.py). A console remembers which stream wrote its last, unfinished line: if
-another stream writes next, a line break is inserted first. A stream that goes to a file only has no pipe: the worker
-writes the file itself, and the end of the stream is read from there.
+All of this runs in the pump's thread (pump.py). A stream that goes to a file only has no pipe: the worker writes the
+file itself, and the end of the stream is read from there.
 """
 
 from __future__ import annotations
@@ -10,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
-import select
-import stat
 import struct
 import termios
 import threading
-import time
+from typing import NamedTuple
 
+from rallypoint.launch.output.console import Console, line_prefix, write_all
+from rallypoint.launch.output.line_filter import LineFilter
+from rallypoint.launch.output.progress_bars import BarSplitter, last_state
 from rallypoint.launch.output.routes import OutputRoute
-from rallypoint.readiness import wait_writable
 
-__all__ = ["Console", "Stream", "last_lines"]
+__all__ = ["Stream", "StreamStyle", "last_lines"]
 
 READ_BYTES = 256 * 1024
 """Size of one read, and of the pipe where it can be set."""
@@ -28,61 +27,58 @@ READ_BYTES = 256 * 1024
 PIECE_BYTES = 64 * 1024
 """An unfinished line of this length is forwarded in pieces."""
 
+HOLD_S = 0.1
+"""How long an unfinished line is held back."""
+
+BAR_S = 10.0
+"""How often the state of a bar becomes a line, in files and where nothing can be redrawn."""
+
 KEPT_BYTES, KEPT_LINES = 32 * 1024, 20
 """How much of a worker's stderr is kept for a traceback, and how many lines of it a report shows."""
 
-COLOURS = tuple(f"\x1b[{code}m".encode() for code in (36, 33, 32, 35, 34, 31, 96, 93, 92, 95, 94, 91))
-PLAIN = b"\x1b[0m"
-
 
 def last_lines(data: bytes, most: int = KEPT_LINES) -> tuple[str, ...]:
-    """Return the last lines of the output, as text."""
-    return tuple(data.decode(errors="replace").splitlines()[-most:])
+    """Return the last lines of the output, as text; of a progress bar, its last state."""
+    lines = [last_state(line) if b"\r" in line else line for line in data.split(b"\n")]
+    return tuple(b"\n".join(lines).decode(errors="replace").splitlines()[-most:])
 
 
-class Console:
-    """The agent's stdout or stderr, and the stream whose line on it is unfinished."""
+class StreamStyle(NamedTuple):
+    """How a worker's output is shown."""
 
-    def __init__(self, descriptor: int, colour: bool | None) -> None:
-        self._descriptor = descriptor
-        self.colour = os.isatty(descriptor) if colour is None else colour
-        self.unfinished: object = None
-        self._gone = False
-        # Other processes may write there, too: in a pipe only writes up to PIPE_BUF are atomic, elsewhere all are.
-        is_pipe = stat.S_ISFIFO(os.fstat(descriptor).st_mode)
-        self._max_write = select.PIPE_BUF if is_pipe else 1 << 30
+    label: str
+    rank: int = 0
+    prefix: bool = True
+    """Whether lines begin with `[label]`."""
 
-    def write(self, source: object, prefix: bytes, data: bytes) -> None:
-        """Write lines; the last one may be unfinished."""
-        whole = data.endswith(b"\n")
-        if prefix:
-            data = data.replace(b"\n", b"\n" + prefix, data.count(b"\n") - whole)
-        if self.unfinished is not source:
-            data = (b"" if self.unfinished is None else b"\n") + prefix + data
-        self.unfinished = None if whole else source
-        at = 0
-        while at < len(data) and not self._gone:
-            end = len(data)
-            if end - at > self._max_write:
-                end = data.rfind(b"\n", at, at + self._max_write) + 1 or data.find(b"\n", at) + 1 or end
-            self._gone = not _write(self._descriptor, data[at:end])
-            at = end
+    header: str = ""
+    """What lines of a teed stream begin with instead, if given."""
+
+    bars: bool = False
+    """Whether progress bars are recognized; otherwise carriage returns are forwarded as they are."""
 
 
 class Stream:
-    """One stream of one worker: its pipe, its unfinished line, and its destinations."""
+    """One stream of one worker."""
 
     def __init__(
-        self, route: OutputRoute, console: Console, label: str, rank: int, prefix: bool, header: str = ""
+        self, route: OutputRoute, console: Console, style: StreamStyle, line_filter: LineFilter | None = None
     ) -> None:
         self.done = threading.Event()
-        self.held, self.held_at = b"", 0.0
+        self.held, self._due_at = b"", 0.0
         self._console = console if route.console else None
+        self._rank = style.rank
+        self._bars = BarSplitter() if style.bars else None
+        self._bar_at: float | None = None
+        self._stored_state = b""
+        self._filter = line_filter
         self._tail = bytearray()
         self._path, self._file, self._start_offset = route.path, -1, 0
-        self._prefix = _prefix(label, rank, console.colour) if prefix else b""
-        if header and route.path is not None:
-            self._prefix = header.encode(errors="replace")
+        self._prefix = line_prefix(style.label, style.rank, console.colour) if style.prefix else b""
+        has_header = bool(style.header) and route.path is not None
+        if has_header:
+            self._prefix = style.header.encode(errors="replace")
+        self._folds = console.folds and bool(self._prefix) and not has_header
         if route.path is not None:
             route.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = os.open(route.path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -92,6 +88,7 @@ class Stream:
             self.done.set()
         else:
             self.reader, self.writer = _pipe()
+        self._label = style.label
 
     def close_writer(self) -> None:
         """Close our copy of the worker's descriptor."""
@@ -103,41 +100,60 @@ class Stream:
         """Close a stream that no worker has received yet."""
         self.close_writer()
         if self.reader >= 0:
-            self.end()
+            self._close()
+
+    def begin(self) -> None:
+        """Expect output, in the pump's thread."""
+        if self._folds and self._console is not None:
+            self._console.opened(self._rank, self._label, self._prefix)
 
     def waiting(self) -> int:
         """Return the number of bytes in the pipe."""
         size: int = struct.unpack("i", fcntl.ioctl(self.reader, termios.FIONREAD, b"\0" * 4))[0]
         return size
 
-    def carry(self, most: int) -> int:
+    def carry(self, most: int, now: float) -> int:
         """Read once and forward; return the number of bytes, 0 at the end, -1 if the pipe is empty."""
         try:
             data = os.read(self.reader, most)
         except BlockingIOError:
             return -1
-        self._keep(data)
-        if self._file >= 0 and not _write(self._file, data):
-            self._lose_file()
-        if self._console is not None and data:
-            self._show(data)
+        if data:
+            self._keep(data)
+            self._forward(data if self._bars is None else self._bars.feed(data), now)
+            self._update_bar(now)
         return len(data)
 
-    def flush(self) -> None:
-        """Show the unfinished line."""
-        if self.held and self._console is not None:
-            self._console.write(self, self._prefix, self.held)
-            self.held = b""
+    def due_at(self) -> float | None:
+        """Return when `flush` must be called; None: after more output."""
+        if self.held:
+            return self._due_at if self._bar_at is None else min(self._due_at, self._bar_at)
+        return self._bar_at
 
-    def end(self) -> None:
+    def flush(self, now: float) -> None:
+        """Show the unfinished line, or the state of a bar, if it is due."""
+        if self.held and now >= self._due_at:
+            self._release()
+        if self._bar_at is not None and now >= self._bar_at and self._bars is not None:
+            self._bar_at = now + BAR_S
+            self._store_state(self._bars.state, now)
+
+    def end(self, now: float) -> None:
         """Show the unfinished line, and close; if lines have a prefix, also finish the line."""
-        self.flush()
-        if self._console is not None and self._prefix and self._console.unfinished is self:
-            self._console.write(self, b"", b"\n")
-        os.close(self.reader)
-        if self._file >= 0:
-            os.close(self._file)
-        self.done.set()
+        if self._bars is not None:
+            self._forward(self._bars.finish(), now)
+            self._update_bar(now)
+        if self._console is not None:
+            if self._folds and self.held:
+                self._show(b"\n", now)
+            self._release()
+            if self._prefix and self._console.unfinished is self:
+                self._console.write(self, b"", b"\n")
+            if self._folds:
+                self._console.closed(self._rank)
+        if self._filter is not None:
+            self._filter.finish()
+        self._close()
 
     def tail(self) -> bytes:
         """Return the end of the stream, up to KEPT_BYTES."""
@@ -155,17 +171,57 @@ class Stream:
         if len(self._tail) > 2 * KEPT_BYTES:
             del self._tail[:-KEPT_BYTES]
 
-    def _show(self, data: bytes) -> None:
+    def _forward(self, data: bytes, now: float) -> None:
+        """Send text to all destinations."""
+        self._store(data)
+        if self._filter is not None:
+            self._filter.feed(data)
+        if self._console is not None and data:
+            self._show(data, now)
+
+    def _store(self, data: bytes) -> None:
+        """Write text to the file, if there is one."""
+        if self._file >= 0 and not write_all(self._file, data):
+            self._lose_file()
+
+    def _update_bar(self, now: float) -> None:
+        """Show the state of the bar: at once on a terminal, now and then as a line elsewhere."""
+        state = b"" if self._bars is None else self._bars.state
+        if not state:
+            self._bar_at = None
+        elif self._bar_at is None:
+            self._bar_at = now + BAR_S
+        if self._console is not None and self._console.is_terminal:
+            self._console.set_bar(self, self._rank, self._prefix, state)
+
+    def _store_state(self, state: bytes, now: float) -> None:
+        """Keep a new state of a bar as a line, where it cannot be redrawn."""
+        if state != self._stored_state:
+            self._stored_state = state
+            self._store(state + b"\n")
+            if self._console is not None and not self._console.is_terminal:
+                self._show(state + b"\n", now)
+
+    def _show(self, data: bytes, now: float) -> None:
         assert self._console is not None
         cut = data.rfind(b"\n") + 1
-        if cut:
+        if cut and self._folds and self._console.unfinished is not self:
+            self._console.fold(self._rank, self.held + data[:cut], now)
+        elif cut:
             self._console.write(self, self._prefix, self.held + data[:cut])
         if cut or not self.held:
-            self.held, self.held_at = data[cut:], time.monotonic()
+            self.held, self._due_at = data[cut:], now + HOLD_S
         else:
             self.held += data
         if len(self.held) >= PIECE_BYTES:
-            self.flush()
+            self._release()
+
+    def _release(self) -> None:
+        """Show the unfinished line."""
+        if self.held and self._console is not None:
+            self._console.unfold()
+            self._console.write(self, self._prefix, self.held)
+            self.held = b""
 
     def _lose_file(self) -> None:
         """Continue without the file, as when its disk is full: the worker must not block."""
@@ -175,10 +231,10 @@ class Stream:
             lost = f"rallypoint: cannot write {self._path}; further output goes to the console only\n"
             self._console.write(self._console, b"", lost.encode())
 
-
-def _prefix(label: str, rank: int, colour: bool) -> bytes:
-    name = f"[{label}]".encode(errors="replace")
-    return COLOURS[rank % len(COLOURS)] + name + PLAIN + b" " if colour else name + b" "
+    def _close(self) -> None:
+        os.close(self.reader)
+        if self._file >= 0:
+            os.close(self._file)
 
 
 def _pipe() -> tuple[int, int]:
@@ -187,16 +243,3 @@ def _pipe() -> tuple[int, int]:
     with contextlib.suppress(AttributeError, OSError):  # unsupported, or over the user's limit on pipe memory
         fcntl.fcntl(reader, fcntl.F_SETPIPE_SZ, READ_BYTES)
     return reader, writer
-
-
-def _write(descriptor: int, data: bytes) -> bool:
-    """Write all of the data, blocking; return whether it succeeded."""
-    view = memoryview(data)
-    while view:
-        try:
-            view = view[os.write(descriptor, view) :]
-        except BlockingIOError:  # another process made the console non-blocking
-            wait_writable(descriptor, timeout_s=None)
-        except OSError:
-            return False
-    return True

@@ -13,17 +13,17 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime, timezone
 from pathlib import Path
-from string import Template
 
 from rallypoint.core.policy.restart_policy import WorkerExit
 from rallypoint.deadline import Deadline
 from rallypoint.launch.failures import Failure, earliest, failure_of
-from rallypoint.launch.job import Job
+from rallypoint.launch.job import ENDING_SIGNALS, Job
 from rallypoint.launch.monitoring.stack_dump import STOPPED, process_state
 from rallypoint.launch.monitoring.worker_records import AgentEntry, WorkerEntry, WorkerRecords, with_hook
 from rallypoint.launch.output.log_files import LogFiles
-from rallypoint.launch.output.pump import OutputPump, Std, WorkerStreams, parse_std, route
-from rallypoint.launch.round_spec import RoundSpec, environment
+from rallypoint.launch.output.pump import WorkerStreams
+from rallypoint.launch.output.worker_output import WorkerOutput
+from rallypoint.launch.round_spec import SIGNALS, RoundSpec, environment, virtual_local_rank
 from rallypoint.launch.workers.orphan_reaper import OrphanReaper
 from rallypoint.launch.workers.worker_process import WorkerProcess, WorkerUnstartable, describe_exit
 from rallypoint.readiness import wait_readable
@@ -36,19 +36,27 @@ CHECK_S = 0.5
 
 
 class WorkerGroup:
-    """The workers of one agent, by global rank. `wakeup_fd` becomes readable to wake the agent."""
+    """The workers of one agent, by global rank. `wakeup_fd` becomes readable to wake the agent.
 
-    def __init__(self, job: Job, logs: LogFiles, wakeup_fd: int) -> None:
+    `on_start` is called after each start, with the round, the rank and the process id.
+    """
+
+    def __init__(
+        self,
+        job: Job,
+        logs: LogFiles,
+        wakeup_fd: int,
+        on_start: Callable[[RoundSpec, int, int], object] = lambda spec, rank, pid: None,
+    ) -> None:
         self._job = job
+        self._on_start = on_start
         self._logs = logs
         self._wakeup_fd = wakeup_fd
-        self._redirects, self._tee = parse_std(job.redirects), parse_std(job.tee)
-        self._prefix = os.isatty(1)
         self.records = WorkerRecords(job.workers)
         """What the workers tell this agent while they run."""
 
         self._reaper = OrphanReaper(logs.scratch, self.records.directory)
-        self._pump = OutputPump()
+        self._output = WorkerOutput(job, logs)
         self._workers: dict[int, tuple[WorkerProcess, WorkerStreams, Path]] = {}
         self._exits = selectors.DefaultSelector()
         """Descriptors that signal the exit of a worker; on Linux they become ready in the order of the exits."""
@@ -57,7 +65,6 @@ class WorkerGroup:
         self._ended: list[int] = []
         """Ranks that have exited and were not yielded yet."""
 
-        self._attempt = -1
         self._starts: Counter[int] = Counter()
         self._round: RoundSpec
         self.entries: tuple[WorkerEntry, ...] = ()
@@ -74,7 +81,7 @@ class WorkerGroup:
 
     def start(self, ranks: Sequence[int]) -> Failure | None:
         """Start workers; return the failure of one that cannot be started, or None."""
-        self._attempt += 1
+        self._output.begin(self._round)
         problem = self._job.command.problem(self._job.environment)
         if problem is not None:  # otherwise every start of Python would fail, and use a restart
             why = problem.strerror or str(problem)
@@ -109,18 +116,16 @@ class WorkerGroup:
 
     def _start(self, rank: int) -> None:
         local, spec = rank - self._round.first, self._round
-        directory = self._logs.of(self._attempt, local)
-        errors = directory / "error.json"
-        out, err = (
-            route(stream, local, self._redirects, self._tee, self._job.shown_ranks, directory)
-            for stream in (Std.OUT, Std.ERR)
+        streams, errors = self._output.open(spec, rank)
+        worker = WorkerProcess(
+            self._job.command.argv(),
+            self._environment(rank, str(errors)),
+            f"{spec.node}:{rank}",
+            streams.stdout,
+            streams.stderr,
+            self._reaper,
+            None if self._job.cpus is None else self._job.cpus[local],
         )
-        label = f"{spec.node}:{rank}"
-        names = {"role_name": self._job.role, "rank": rank, "local_rank": local}
-        header = Template(self._job.line_prefix).safe_substitute(names)
-        streams = self._pump.open(label, out, err, rank=rank, prefix=self._prefix, header=header)
-        env = with_hook({**environment(spec, rank, self._job.environment, str(errors)), **self.records.prepare(local)})
-        worker = WorkerProcess(self._job.command.argv(), env, label, streams.stdout, streams.stderr, self._reaper)
         try:
             worker.start()
         finally:
@@ -128,6 +133,15 @@ class WorkerGroup:
         self._workers[rank] = (worker, streams, errors)
         self._starts[rank] += 1
         self._exits.register(worker.fileno(), selectors.EVENT_READ, rank)
+        self._on_start(spec, rank, worker.pid)
+
+    def _environment(self, rank: int, error_file: str) -> dict[str, str]:
+        local, job = rank - self._round.first, self._job
+        variables = environment(self._round, rank, job.environment, error_file)
+        virtual = virtual_local_rank(local, variables) if job.virtual_local_rank else {}
+        signals = {} if job.signals == ENDING_SIGNALS else {SIGNALS: ",".join(job.signals)}
+        width = {} if variables.get("COLUMNS") else self._output.variables(self._round, rank)
+        return with_hook({**variables, **width, **virtual, **signals, **self.records.prepare(local)})
 
     def wait(self, timeout_s: float) -> None:
         """Wait until a worker exits, the agent is woken, or the timeout."""
@@ -162,7 +176,7 @@ class WorkerGroup:
 
     def save_stacks(self, text: str) -> str:
         """Write the stacks of all ranks to the log directory, if there is one; return the path, else empty."""
-        return self._logs.save(self._attempt, "stacks.txt", text)
+        return self._logs.save("stacks.txt", text)
 
     def stop(self, ranks: Sequence[int] | None, signum: int, deadline: Deadline, must_kill: Callable[[], bool]) -> None:
         """Signal workers, kill those left at the deadline or once `must_kill` returns true, and forget them all."""
@@ -213,12 +227,12 @@ class WorkerGroup:
 
     def say(self, line: str) -> None:
         """Show a line of the agent between the lines of workers."""
-        self._pump.say(line)
+        self._output.say(line)
 
     def close(self) -> None:
         """Kill all remaining workers, and release all resources."""
         self.stop(None, signal.SIGKILL, Deadline(0.0), lambda: True)
-        self._pump.close()
+        self._output.close()
         self._exits.close()
         self._reaper.close()
         self.records.close()

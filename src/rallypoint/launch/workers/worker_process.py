@@ -15,7 +15,7 @@ import signal
 import subprocess
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from rallypoint.errors import RallypointError, WithFields
 from rallypoint.launch.workers.orphan_reaper import MARK_VARIABLE, OrphanReaper, bind_to_parent
@@ -60,7 +60,8 @@ class WorkerProcess:
     """One worker process; `start` starts it, and `close` releases it.
 
     `environment` is its complete environment, except for the mark of `reaper`. `stdout` and `stderr` are descriptors,
-    None for the agent's own; stdin is empty. `start` raises WorkerUnstartable.
+    None for the agent's own; stdin is empty. `cpus` are those that it may use, None for the agent's. `start` raises
+    WorkerUnstartable.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class WorkerProcess:
         stdout: int | None = None,
         stderr: int | None = None,
         reaper: OrphanReaper | None = None,
+        cpus: frozenset[int] | None = None,
     ) -> None:
         self.command = list(command)
         self.label = label
         self._environment = dict(environment)
         self._stdout, self._stderr = stdout, stderr
         self._reaper = reaper
+        self._cpus = cpus
         self._popen: subprocess.Popen[bytes] | None = None
         self._descriptor = -1
         self._has_pidfd = False
@@ -96,7 +99,7 @@ class WorkerProcess:
         marking = contextlib.nullcontext() if self._reaper is None else self._reaper.marking()
         try:
             command = bind_to_parent(self.command, self._environment)
-            with marking:
+            with marking, _affinity(self._cpus):
                 self._popen = subprocess.Popen(
                     command,
                     stdin=subprocess.DEVNULL,
@@ -171,6 +174,20 @@ class WorkerProcess:
         if self._popen is None:
             raise ValueError(f"worker {self.label} has not been started")
         return self._popen
+
+
+@contextlib.contextmanager
+def _affinity(cpus: frozenset[int] | None) -> Iterator[None]:
+    """Run this thread on some CPUs only: a process that it starts stays there."""
+    if cpus is None:
+        yield
+        return
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, cpus)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, before)
 
 
 def _peek_exit_code(pid: int) -> int | None:
