@@ -31,18 +31,20 @@ class TorchEvents:
         self._job, self._put = job, put
         self._is_on = job.output.event_log_handler == "console"
         self._spec: RoundSpec | None = None
+        self._restarts = 0
         self._pids: dict[int, int] = {}
         """The process of each rank that was started last, in this round."""
 
     def joined(self, spec: RoundSpec, duration_s: float) -> None:
         """Record that a round was joined."""
         self._pids.clear()
-        self._record("AGENT", "RENDEZVOUS", duration_ms=duration_s * 1000)
+        self._restarts = spec.restarts
+        self._record("AGENT", "RENDEZVOUS", duration_ms=duration_s * 1000)  # with the node's rank in the last round
         self._spec = spec
 
     def started(self, spec: RoundSpec, rank: int, pid: int) -> None:
         """Record the start of a worker."""
-        self._spec = spec
+        self._spec, self._restarts = spec, spec.restarts
         self._pids[rank] = pid
         self._record("WORKER", "START", rank)
 
@@ -77,7 +79,7 @@ class TorchEvents:
             "rdzv_backend": "rallypoint",
             "raw_error": None if failure is None else json.dumps({"message": failure.message}),
             "metadata": json.dumps(self._details(rank, failure)),
-            "agent_restarts": spec.restarts if spec else 0,
+            "agent_restarts": self._restarts,
             "duration_ms": duration_ms,
         }
         name = f"torchelastic.worker.status.{state}"

@@ -68,7 +68,7 @@ class Console:
         self.unfinished = None if whole else source
         self._buffer += data
         if len(self._buffer) > BUFFER_BYTES:
-            self.flush(0.0)
+            self._write_out(self._drawn_at)
 
     def due_at(self) -> float | None:
         """Return when `flush` must be called at the latest, apart from new output; None: never."""
@@ -80,6 +80,10 @@ class Console:
         """Write what was collected, and the lines and bars that are due."""
         if self._folder is not None:
             self._show_folded(self._folder.take(now))
+        self._write_out(now)
+
+    def _write_out(self, now: float) -> None:
+        """Write what was collected, and the bars if they are due."""
         if self._bars or self._drawn:
             if not self._buffer and (self._draw_at is None or now < self._draw_at):
                 return
