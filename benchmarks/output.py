@@ -25,7 +25,8 @@ NOTES = (
     "the agent, all its threads, in percent of a core, in slices of a second. The agent has one core, the workers and "
     "the reader of its output the other. *Own lines*: each rank's lines differ; *equal lines*: all ranks print the "
     "same. On a terminal (a pseudo-terminal here) equal lines are folded. torchrun's agent carries output only with "
-    "`--tee`, and looks at its files every 0.1 s; its figure is for `--tee 1`, and ours beside it for the same."
+    "`--tee`, and looks at its files every 0.1 s; its figure is for `--tee 1`, and ours beside it for the same. Jobs "
+    "are measured one after the other, not in turn: 64 more workers would not fit beside them."
 )
 SCRIPT = f"""
 import os, sys, time

@@ -11,6 +11,7 @@ import contextlib
 import os
 from pathlib import Path
 from string import Template
+from typing import TYPE_CHECKING
 
 from rallypoint.launch.job import Job
 from rallypoint.launch.output.folding import FOLD_FROM
@@ -18,8 +19,10 @@ from rallypoint.launch.output.line_filter import LineFilter
 from rallypoint.launch.output.log_files import LogFiles
 from rallypoint.launch.output.pump import OutputPump, Std, WorkerStreams, parse_std, route
 from rallypoint.launch.output.routes import OutputRoute
-from rallypoint.launch.output.torch_logs_specs import TorchLogsSpecs
 from rallypoint.launch.round_spec import RoundSpec
+
+if TYPE_CHECKING:
+    from rallypoint.launch.output.torch_logs_specs import TorchLogsSpecs
 
 __all__ = ["WorkerOutput"]
 
@@ -32,7 +35,7 @@ class WorkerOutput:
     def __init__(self, job: Job, logs: LogFiles) -> None:
         self._job, self._logs = job, logs
         self._redirects, self._tee = parse_std(job.redirects), parse_std(job.tee)
-        self._specs = TorchLogsSpecs(job) if job.output.logs_specs else None
+        self._specs = _logs_specs(job) if job.output.logs_specs else None
         self._on_terminal = os.isatty(1)
         folds = job.output.fold == "on" or (
             job.output.fold == "auto" and self._on_terminal and job.workers >= FOLD_FROM
@@ -99,6 +102,12 @@ class WorkerOutput:
 
     def _label(self, spec: RoundSpec, rank: int) -> str:
         return f"{spec.node}:{rank}"
+
+
+def _logs_specs(job: Job) -> TorchLogsSpecs:
+    from rallypoint.launch.output.torch_logs_specs import TorchLogsSpecs  # it imports what few jobs need
+
+    return TorchLogsSpecs(job)
 
 
 def _filter(shown: OutputRoute, path: Path, texts: tuple[str, ...], prefix: str) -> LineFilter | None:

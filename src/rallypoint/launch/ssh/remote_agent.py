@@ -16,7 +16,8 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.launch.wakeup_pipe import HANDLED_SIGNALS
+from rallypoint.core.policy.restart_policy import FORWARDED
+from rallypoint.launch.job import ENDING_SIGNALS
 from rallypoint.launch.workers.worker_process import WorkerProcess, WorkerUnstartable, exit_code_of
 from rallypoint.readiness import wait_readable
 
@@ -94,7 +95,7 @@ def _follow(agent: WorkerProcess, lines: _Lines, received: list[bytes], kill_aft
     while (code := agent.poll()) is None:
         for line in received:
             name = line.decode(errors="replace")
-            if name in HANDLED_SIGNALS:
+            if name in (*ENDING_SIGNALS, *FORWARDED):
                 agent.signal(getattr(signal, name))
         if lines.ended and kill_at is None:
             agent.signal(signal.SIGTERM)

@@ -32,7 +32,8 @@ from rallypoint.launch.clusters.node_list import expand_hosts, split_list
 from rallypoint.launch.clusters.ssh_agents import ssh_variables
 from rallypoint.launch.output.pump import OutputPump, OutputRoute, WorkerStreams
 from rallypoint.launch.ssh.remote_agent import MAX_LINE
-from rallypoint.launch.wakeup_pipe import ENDING_SIGNALS, WakeupPipe
+from rallypoint.launch.job import ENDING_SIGNALS
+from rallypoint.launch.wakeup_pipe import WakeupPipe
 from rallypoint.launch.workers.worker_process import describe_exit, exit_code_of
 
 __all__ = ["FORWARDED", "HostsRun", "forwarded_variables", "parse_hosts"]
