@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rallypoint.launch.output.folding import MAX_BYTES, WINDOW_S, LineFolder, rank_ranges
+from rallypoint.launch.output.folding import LINE_BYTES, MAX_BYTES, WINDOW_S, LineFolder, rank_ranges
 
 Shown = list[tuple[bytes, list[int]]]
 
@@ -71,10 +71,15 @@ def test_ranks_that_have_ended_are_not_waited_for() -> None:
 
 def test_what_waits_is_bounded() -> None:
     folder = folder_of(2)
-    folder.add(0, b"x" * (MAX_BYTES - 1), 0.0)
+    most = MAX_BYTES - LINE_BYTES
+    folder.add(0, b"x" * most, 0.0)
     assert shown(folder, 0.0) == []
-    folder.add(0, b"yy", 0.0)
-    assert [len(line) for line, _ in shown(folder, 0.0)] == [MAX_BYTES - 1]
+    folder.add(0, b"", 0.0)
+    assert [len(line) for line, _ in shown(folder, 0.0)] == [most]
+    for _ in range(100_000):
+        folder.add(0, b"", 0.0)
+        folder.take(0.0)
+    assert len(folder.take_all()) == MAX_BYTES // LINE_BYTES
 
 
 @given(st.lists(st.tuples(st.integers(0, 4), st.sampled_from([b"a", b"b", b"c"]), st.floats(0, 0.3)), max_size=60))

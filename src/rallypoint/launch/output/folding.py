@@ -9,6 +9,7 @@ Rejected: to fold lines that differ only in numbers. A user who looks for the ra
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -18,8 +19,8 @@ __all__ = ["FOLD_FROM", "FoldedLine", "LineFolder", "rank_ranges"]
 WINDOW_S = 0.2
 """How long a line waits for other ranks."""
 
-MAX_BYTES = 1 << 20
-"""Lines that wait are shown early when they are longer than this together."""
+MAX_BYTES, LINE_BYTES = 1 << 20, 512
+"""Lines that wait are shown early when they take more than this together, and what a line takes beside its text."""
 
 FOLD_FROM = 5
 """Number of workers on a node from which lines are folded by default; fewer are easier to read one by one."""
@@ -39,7 +40,7 @@ class LineFolder:
 
     def __init__(self) -> None:
         self._waiting: deque[FoldedLine] = deque()
-        self._by_data: dict[bytes, deque[FoldedLine]] = {}
+        self._by_data: dict[bytes, list[FoldedLine]] = {}
         self._last: dict[int, int] = {}
         """The number of each rank's last line that may still wait."""
 
@@ -61,12 +62,13 @@ class LineFolder:
     def add(self, rank: int, data: bytes, now: float) -> None:
         """Add a line of a rank."""
         after = self._last.get(rank, -1)
-        equal = self._by_data.setdefault(data, deque())
-        line = next((line for line in equal if line.number > after), None)
-        if line is None:
+        equal = self._by_data.setdefault(data, [])
+        if equal and equal[-1].number > after:
+            line = equal[bisect_right(equal, after, key=_number)]
+        else:
             line = FoldedLine(data, set(), self._numbers, now + WINDOW_S)
             self._numbers += 1
-            self._bytes += len(data)
+            self._bytes += len(data) + LINE_BYTES
             self._waiting.append(line)
             equal.append(line)
         line.ranks.add(rank)
@@ -95,12 +97,16 @@ class LineFolder:
 
     def _pop(self) -> FoldedLine:
         line = self._waiting.popleft()
-        self._bytes -= len(line.data)
+        self._bytes -= len(line.data) + LINE_BYTES
         equal = self._by_data[line.data]
-        equal.popleft()  # lines with equal data are shown in their order, too
+        del equal[0]  # lines with equal data are shown in their order, too
         if not equal:
             del self._by_data[line.data]
         return line
+
+
+def _number(line: FoldedLine) -> int:
+    return line.number
 
 
 def rank_ranges(ranks: Iterable[int]) -> str:
