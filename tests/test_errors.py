@@ -240,6 +240,15 @@ SAMPLES: list[Sample] = [
         other="node-a (node-a pid 9)",
     ),
     sample(
+        errors.ItemLost,
+        ["work queue 'jobs'", "item 3-7", "worker (b:9) has it", "cut for 2 s"],
+        errors.MeetingError,
+        thing="work queue 'jobs'",
+        item="3-7",
+        holder="worker (b:9)",
+        why="cut for 2 s",
+    ),
+    sample(
         errors.RunFull,
         ["rendezvous 'run'", "2 nodes (a, b)", "c cannot join", "MIN:MAX"],
         errors.MeetingError,

@@ -10,8 +10,8 @@ or by class: `TCPStore`, `FileStore` and `HashStore` have the names and signatur
 
 The recipes coordinate processes through a store: `Barrier` waits for all members and names the missing ones, `Exchange`
 gives every rank the values of all ranks, `Lock` has one holder and is released when the holder dies, `Group` lists its
-members and reports joins and departures. They run on our server, or on any other store. `Rendezvous` forms rounds of
-nodes with stable ranks, and tells the nodes when to form the next round.
+members and reports joins and departures, `WorkQueue` delivers items until they are done. They run on our server, or on
+any other store. `Rendezvous` forms rounds of nodes with stable ranks, and tells the nodes when to form the next round.
 
 `rallypoint run script.py` starts and restarts the workers of a job; inside the script, `rallypoint.worker()` returns
 the worker's rank and group. `rallypoint.launch(function, nproc=4)` does the same for a function, on this machine.
@@ -48,6 +48,7 @@ from rallypoint.errors import (
     Disagreement,
     DiskFull,
     EtcdRefused,
+    ItemLost,
     LimitExceeded,
     MeetingError,
     MembersLost,
@@ -88,6 +89,7 @@ if TYPE_CHECKING:
     from rallypoint.recipes.group import Group
     from rallypoint.recipes.lock import Lock
     from rallypoint.recipes.rendezvous import Rendezvous, Round
+    from rallypoint.recipes.work_queue import WorkItem, WorkQueue
     from rallypoint.relay.spawn import Relay
     from rallypoint.security.credentials import Credentials
     from rallypoint.store.etcd import EtcdStore
@@ -116,6 +118,8 @@ __all__ = [
     "Group",
     "Rendezvous",
     "Round",
+    "WorkQueue",
+    "WorkItem",
     # the launcher
     "launch",
     "WorkerFailed",
@@ -150,6 +154,7 @@ __all__ = [
     "NameTaken",
     "BadDeviceMap",
     "RankTaken",
+    "ItemLost",
     "RunClosed",
     "RunFull",
     "NetworkError",
@@ -178,6 +183,8 @@ _LAZY = {
     "Group": "rallypoint.recipes.group",
     "Rendezvous": "rallypoint.recipes.rendezvous",
     "Round": "rallypoint.recipes.rendezvous",
+    "WorkQueue": "rallypoint.recipes.work_queue",
+    "WorkItem": "rallypoint.recipes.work_queue",
     "WorkerFailed": "rallypoint.launch.functions.launch_errors",
     "LaunchTimeout": "rallypoint.launch.functions.launch_errors",
     "LaunchFailed": "rallypoint.launch.functions.launch_errors",

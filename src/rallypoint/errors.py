@@ -24,6 +24,7 @@ may send it to another process. The classes are grouped by cause, for `except` c
     │       ├── NameTaken          another process is that member
     │       ├── BadDeviceMap       also a ValueError: an impossible device map
     │       ├── RankTaken          also a ValueError: another node has requested that rank
+    │       ├── ItemLost           an item of a work queue is no longer its taker's
     │       ├── RunFull            the run has all of its nodes, and takes no spares
     │       └── RunClosed          the run has its result
     └── NetworkError       the store could not be reached; also a ConnectionError
@@ -80,6 +81,7 @@ __all__ = [
     "NameTaken",
     "BadDeviceMap",
     "RankTaken",
+    "ItemLost",
     "RunFull",
     "RunClosed",
     "NetworkError",
@@ -452,6 +454,23 @@ class RankTaken(WithFields, MeetingError, ValueError):
         return (
             f"{self.thing}: {self.member!r} requests rank {self.rank}, which {self.other} has already requested. "
             f"Give each node its own rank."
+        )
+
+
+class ItemLost(WithFields, MeetingError):
+    """A taken item went back to its work queue because its taker's session ended; `holder` has it now, if known."""
+
+    thing: str
+    item: str
+    holder: str = ""
+    why: str = ""
+
+    def _sentence(self) -> str:
+        now = f"{self.holder} has it" if self.holder else "another may have it, or has finished it"
+        why = f" ({self.why})" if self.why else ""
+        return (
+            f"{self.thing}: item {self.item} is no longer this process's, whose session ended{why}; {now}. "
+            f"Discard the result, and take another item."
         )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
-from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous
+from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous, work_queue
 from rallypoint.core.policy.round_policy import NodeLimits
 
 __all__ = ["MEMBERS", "Commands"]
@@ -24,6 +24,7 @@ class Commands:
             "lock": self._lock,
             "roster": self._membership,
             "rendezvous": self._rendezvous,
+            "work_queue": self._work_queue,
         }
         self.kinds = chance.choice((list(self._makers), [chance.choice(list(self._makers))]))
         self._size = chance.choice((1, 2, 2, 3))
@@ -52,6 +53,7 @@ class Commands:
             "lock": (lock.LockRelease(earlier),),
             "roster": (membership.MembershipLeave(earlier),),
             "rendezvous": (rendezvous.RendezvousWithdraw(earlier), rendezvous.RendezvousLeave(earlier, failed, done)),
+            "work_queue": (work_queue.WorkWithdraw(earlier), work_queue.WorkAbandon(earlier)),
         }
         return chance.choice(undone[kind])
 
@@ -94,3 +96,19 @@ class Commands:
             rendezvous.RendezvousEvict(machine.scope, member, "silent"),
         )
         return chance.choice((join, join, join, watch, watch, chance.choice(others)))
+
+    def _work_queue(self, machine: Any, member: str) -> Any:
+        chance = self.chance
+        take = work_queue.WorkTake(chance.random() < 0.7)
+        put = work_queue.WorkPut(chance.choice(([b"a"], [b"b" * 30, b""])), self._mostly(2, 1))
+        others: tuple[Any, ...] = (
+            work_queue.WorkJoin(),
+            work_queue.WorkQuery(),
+            work_queue.WorkDead(chance.choice((0, 0, machine.last_dead))),
+            work_queue.WorkRemoveDead([machine.last_dead, 1], chance.random() < 0.5),
+        )
+        held = [(int(call.split("/")[1]), taken.item.id) for call, taken in machine.taken.items()]
+        if held and chance.random() < 0.5:  # mostly of another session, which has no item of that call
+            call, item = chance.choice(held)
+            return chance.choice((work_queue.WorkDone(call, item), work_queue.WorkRelease(call, item, "broke")))
+        return chance.choice((take, take, take, put, put, chance.choice(others)))

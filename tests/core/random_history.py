@@ -148,6 +148,11 @@ class History:
         self.save()
         self._start()  # the restart detaches the remaining owners, in an order that must be deterministic
         self.save()
+        for namespace in self.state.namespaces.values():
+            while namespace.engine.has_read_work:
+                namespace.engine.continue_reads()
+            self.state.settle(namespace.engine)
+        self.state.outputs.clear()
 
     def save(self) -> None:
         """Take a snapshot of the live state."""

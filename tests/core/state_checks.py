@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import Any
 
-from rallypoint.core.calls.call_waiter import CallWaiter
+from rallypoint.core.calls.call_waiter import CallWaiter, object_bytes
 from rallypoint.core.connection_owner import ConnectionOwner
 from rallypoint.core.costs import (
     ITEM_BYTES,
@@ -20,7 +20,8 @@ from rallypoint.core.costs import (
 from rallypoint.core.ended_waits import Released
 from rallypoint.core.engine import Engine
 from rallypoint.core.machines.machine import Done
-from rallypoint.core.objects import Objects, object_bytes
+from rallypoint.core.machines.work_queue import WorkQueueMachine
+from rallypoint.core.objects import Objects
 from rallypoint.core.records import SharedAnswer, Turn, Waiter, WaitKind, WatchHandle
 from rallypoint.core.session import Session
 from rallypoint.core.state import Namespace, State
@@ -67,6 +68,7 @@ def check_engine(namespace: Namespace) -> None:
         + sum(late.size for late in objects.late.values())
         + sum(object_bytes(name) for _, name in objects.machines)
         + sum(objects._idle.values())
+        + sum(work_bytes(machine) for machine in objects.machines.values() if isinstance(machine, WorkQueueMachine))
     )
     assert engine.size == size, f"{engine.size} bytes counted, {size} held"
     tables: list[dict[Any, Any]] = [engine._queues, engine._waiting, engine._barriers, *engine._barriers.values()]
@@ -77,6 +79,14 @@ def check_engine(namespace: Namespace) -> None:
     assert engine._lease_owner == {key: owner for owner, keys in engine._leased.items() for key in keys}
     assert set(engine._lease_owner) <= set(engine._values)
     check_registered(engine, held)
+
+
+def work_bytes(machine: WorkQueueMachine) -> int:
+    items = [*machine.ready.values(), *machine.dead.values(), *(taken.item for taken in machine.taken.values())]
+    assert len(items) + machine.done <= machine.made and not (machine.ready and machine.waiting)
+    assert set(machine.ready) == set(range(machine.head, machine.head + len(machine.ready)))
+    assert all(item.deliveries <= item.limit for item in items)
+    return sum(item.cost for item in items)
 
 
 def held_in(engine: Engine) -> list[Any]:

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 from rallypoint.core import objects
-from rallypoint.core.calls.call_waiter import CallWaiter, Woken
+from rallypoint.core.calls.call_waiter import CallWaiter, Woken, object_bytes
 from rallypoint.core.costs import CALL_BYTES, LATE_BYTES
 from rallypoint.core.deadlines import NEVER, Deadlines
 from rallypoint.core.engine import Engine
@@ -30,7 +30,7 @@ from rallypoint.core.machines.rendezvous import (
     RendezvousQuery,
     RendezvousReopen,
 )
-from rallypoint.core.objects import MAX_IDLE, MAX_IDLE_BYTES, Objects, object_bytes
+from rallypoint.core.objects import MAX_IDLE, MAX_IDLE_BYTES, Objects
 from rallypoint.core.ops import Add, Confirm, Drop, Op, Pop
 from rallypoint.core.policy.round_policy import NodeLimits
 from rallypoint.core.records import ReplyStatus

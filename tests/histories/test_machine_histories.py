@@ -5,8 +5,9 @@ name; `1@x` is member 1 in session x, and `1@x.2` a second pending call of it. `
 withdraws it, `why` asks what it waits for, `fence` whether it holds the lock; `1.2 out 1` leaves the barrier's round of
 call `1`, and in `arrive 3 0` member 0 leaves last. A result follows its command. A call that is woken is applied again
 at once, and its result is written `1 <- done`; after `slow 1@x`, only `look` does so for that call. `timer` shows the
-timer, and `fire` fires it, or the one of a number. After every command the state is encoded and decoded, and the last
-call is applied twice, which must change nothing.
+timer, and `fire` fires it, or the one of a number. At a work queue, `put 5 x,y` allows five deliveries, `done` and
+`release` end the item of a take, and `status` shows the counts. After every command the state is encoded and decoded,
+and the last call is applied twice, which must change nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import msgspec
 import pytest
 from tests.histories.test_histories import write as write_value
 
-from rallypoint.core.machines import rendezvous
+from rallypoint.core.machines import rendezvous, work_queue
 from rallypoint.core.machines.barrier import BarrierArrive, BarrierMachine, BarrierUndoLeave, BarrierWithdraw
 from rallypoint.core.machines.barrier import BarrierLeave as LeaveBarrier
 from rallypoint.core.machines.exchange import ExchangeGive, ExchangeMachine, ExchangeWithdraw
@@ -34,6 +35,7 @@ from rallypoint.core.machines.membership import (
     MembershipQuery,
     MembershipWatch,
 )
+from rallypoint.core.machines.work_queue import WorkQueueMachine
 from rallypoint.core.policy.round_policy import NodeLimits
 
 from .transcript import check
@@ -45,7 +47,13 @@ MACHINES: dict[str, tuple[type[Machine], type[Undo]]] = {
     "lock": (LockMachine, LockRelease),
     "rendezvous": (rendezvous.RendezvousMachine, rendezvous.RendezvousWithdraw),
     "membership": (MembershipMachine, MembershipLeave),
+    "work_queue": (WorkQueueMachine, work_queue.WorkWithdraw),
 }
+ONCE = (
+    Undo, rendezvous.RendezvousClose, rendezvous.RendezvousReopen, work_queue.WorkPut, work_queue.WorkRemoveDead
+)  # fmt: skip
+"""Commands that are not repeated: their callers do not wait."""
+
 WHO = re.compile(r"([^@.]+)(?:@([^.]+))?(?:\.\d+)?")
 
 
@@ -102,6 +110,22 @@ def rendezvous_command(verb: str, words: list[str]) -> Command:
     raise ValueError(verb)
 
 
+def work_command(verb: str, words: list[str]) -> Command:
+    """Read `put 5 x,y`: the limit of deliveries, and the items."""
+    match verb:
+        case "put":
+            return work_queue.WorkPut([item.encode() for item in words[1].split(",")], int(words[0]))
+        case "take" | "try":
+            return work_queue.WorkTake(verb == "take")
+        case "join":
+            return work_queue.WorkJoin()
+        case "dead":
+            return work_queue.WorkDead()
+        case "requeue" | "discard":
+            return work_queue.WorkRemoveDead([int(word) for word in words[0].split(",")], verb == "requeue")
+    raise ValueError(verb)
+
+
 def text_of(answer: Any) -> str:
     match answer:
         case {"epoch": epoch, "members": members}:
@@ -139,6 +163,8 @@ class MachineScript:
         self.stamp = self.number = 0
         self.calls: dict[str, tuple[Call, Command]] = {}
         self.slow: set[str] = set()
+        self.items: dict[str, str] = {}
+        """The item of each taker."""
 
     def __call__(self, line: str) -> list[str]:
         first, *words = line.split()
@@ -161,6 +187,11 @@ class MachineScript:
                 return [f"idle -> {text_of(self.machine.idle)}"]
             case "sessions":
                 return [f"sessions -> {' '.join(sorted(self.machine.sessions()))}"]
+            case "status":
+                looked = self.machine.apply(Call("x", "x", 0), work_queue.WorkQuery(), 0).outcome
+                assert isinstance(looked, Done)
+                counts = ", ".join(f"{count} {name}" for name, count in looked.answer.items() if isinstance(count, int))
+                return [f"status -> {counts}; {text_of(looked.answer['holders'])}"]
             case "drop":
                 assert self.machine.idle
                 self.machine = type(self.machine)()
@@ -176,6 +207,9 @@ class MachineScript:
             return [f"{line} -> {self.see(words[0])}"]
         if verb == "look":
             call, command = self.calls[who]
+        elif verb in ("done", "release", "abandon"):
+            command = self.ending(verb, who if verb != "done" or not words else words[0], " ".join(words))
+            call = self.call(who)
         elif verb in ("undo", "leave"):
             undo = self.undo if verb == "undo" else rendezvous.RendezvousLeave
             if isinstance(self.calls[who][1], LeaveBarrier):
@@ -187,14 +221,30 @@ class MachineScript:
                 command = LeaveBarrier(self.calls[words[0]][0].number)
             elif isinstance(self.machine, rendezvous.RendezvousMachine):
                 command = rendezvous_command(verb, words)
+            elif isinstance(self.machine, WorkQueueMachine):
+                command = work_command(verb, words)
             else:
                 command = command_of(verb, words)
             call = self.call(who)
             self.calls[who] = call, command
         step = self.did(self.machine.apply(call, command, self.stamp + 1))
-        if not isinstance(command, (Undo, rendezvous.RendezvousClose, rendezvous.RendezvousReopen)):
+        if not isinstance(command, ONCE):
             self.again(call, command, step.outcome)
+        self.got(who, command, step.outcome)
         return [f"{line} -> {write(step.outcome)}", *self.woken(step.woken)]
+
+    def ending(self, verb: str, taker: str, why: str) -> Command:
+        """Return the command that ends a take, with the item that the taker got."""
+        number = self.calls[taker][0].number
+        if verb == "abandon":
+            return work_queue.WorkAbandon(number)
+        item = self.items[taker]
+        return work_queue.WorkDone(number, item) if verb == "done" else work_queue.WorkRelease(number, item, why)
+
+    def got(self, who: str, command: Command, outcome: Outcome) -> None:
+        """Remember the item of a take."""
+        if isinstance(command, work_queue.WorkTake) and isinstance(outcome, Done) and outcome.answer:
+            self.items[who] = outcome.answer[0]
 
     def call(self, who: str) -> Call:
         self.number += 1
@@ -228,6 +278,7 @@ class MachineScript:
                 continue
             step = self.did(self.machine.apply(call, self.calls[who][1], self.stamp + 1))
             assert step.outcome is not WAIT, f"{who} was woken for nothing"
+            self.got(who, self.calls[who][1], step.outcome)
             output.append(f"{who} <- {write(step.outcome)}")
         return output
 

@@ -18,6 +18,7 @@ from tests.raw_peer import RawPeer, ServerProcess
 from rallypoint.core import ops
 from rallypoint.core.machines.exchange import ExchangeGive
 from rallypoint.core.machines.lock import LockAcquire
+from rallypoint.core.machines.work_queue import MAX_BATCH, WorkPut
 from rallypoint.protocol.c10d import Opcode, encode
 from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Hello, frame
 
@@ -222,6 +223,14 @@ def locks(server: ServerProcess, count: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def work_items(server: ServerProcess, count: int) -> Iterator[None]:
+    with peers(server, 1, native=True) as (peer,):
+        put = WorkPut([b"%d" % number for number in range(MAX_BATCH)], 5)
+        peer.ask_all(ops.Act(0, b"w", "m", number, put, 0.0) for number in range(count // MAX_BATCH))
+        yield
+
+
+@contextlib.contextmanager
 def exchanges(server: ServerProcess, count: int) -> Iterator[None]:
     """Exchanges of two members, of whom one comes."""
     with peers(server, 1, native=True) as (peer,):
@@ -330,8 +339,8 @@ HOARDERS: dict[str, Callable[[ServerProcess, int], contextlib.AbstractContextMan
     one.__name__: one
     for one in (
         torch_keys, native_keys, multi_set, torch_queues, native_queues, queue_items, namespaces, leases, watches,
-        waits, waits_for_items, waits_for_many_keys, torch_waits, locks, exchanges, sessions, kept_replies, pushes,
-        pushes_of_sessions, unread_values, unread_native_values, unread_lists, unread_native_lists
+        waits, waits_for_items, waits_for_many_keys, torch_waits, locks, work_items, exchanges, sessions, kept_replies,
+        pushes, pushes_of_sessions, unread_values, unread_native_values, unread_lists, unread_native_lists
     )
 }  # fmt: skip
 """Each way to make a server hold much, by name."""

@@ -27,6 +27,7 @@ COUNTS = {
     "waits_for_items": 150_000,
     "waits_for_many_keys": 2_000_000,
     "locks": 150_000,
+    "work_items": 400_000,
     "exchanges": 80_000,
     "kept_replies": 600_000,
     "pushes_of_sessions": 20_000,

@@ -19,6 +19,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.core import entries
+from rallypoint.core.calls.call_waiter import object_bytes
 from rallypoint.core.deadlines import Deadlines
 from rallypoint.core.engine import Engine
 from rallypoint.core.entries import (
@@ -33,7 +34,7 @@ from rallypoint.core.entries import (
     TimeOutRequest,
 )
 from rallypoint.core.machines.machine import Call, Command, Done, Machine, Refused, Waiting
-from rallypoint.core.objects import Objects, object_bytes
+from rallypoint.core.objects import Objects
 from rallypoint.core.ops import Act, Confirm, Drop, Op
 from rallypoint.core.records import DONE, LATER, REFUSED, InternalError, ReplyStatus
 from rallypoint.core.snapshot import read, write

@@ -19,11 +19,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core import session as session_module
-from rallypoint.core.calls.call_waiter import CallWaiter
+from rallypoint.core.calls.call_waiter import CallWaiter, call_bytes, object_bytes
 from rallypoint.core.costs import KEPT_BYTES
 from rallypoint.core.machines import barrier, exchange
 from rallypoint.core.machines.machine import Call
-from rallypoint.core.objects import call_bytes, object_bytes
 from rallypoint.core.ops import Act
 from rallypoint.core.records import LATER, size_of
 from rallypoint.core.session import Session

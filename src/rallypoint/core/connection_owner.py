@@ -14,7 +14,7 @@ from rallypoint.core.records import LATER, Turn, Waiter, WatchHandle
 from rallypoint.core.session import SHOWN
 from rallypoint.errors import StoreError
 
-__all__ = ["ConnectionOwner"]
+__all__ = ["ConnectionOwner", "EndedOwner"]
 
 
 class ConnectionOwner:
@@ -105,3 +105,10 @@ class ConnectionOwner:
 
 _REPLACES = frozenset((ops.WaitOrTurn, ops.Wait, ops.Arrive, ops.Drop))
 """Requests that replace the current wait: a client has at most one."""
+
+
+class EndedOwner:
+    """A session that has ended, some of whose leases are still to be deleted."""
+
+    def __init__(self, serial: int) -> None:
+        self.serial = serial

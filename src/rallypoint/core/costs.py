@@ -25,6 +25,7 @@ __all__ = [
     "WAITED_KEY_BYTES",
     "WAIT_BYTES",
     "WATCH_BYTES",
+    "WORK_ITEM_BYTES",
 ]
 
 KEY_BYTES = 140
@@ -56,6 +57,9 @@ CALL_BYTES = 1500
 
 LATE_BYTES = 400
 """A call that has yet to poll for its result."""
+
+WORK_ITEM_BYTES = 300
+"""An item of a work queue."""
 
 SESSION_BYTES = 4096
 """A session, and the connection or channel that carries it."""

@@ -36,7 +36,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 4
+VERSION = 5
 """The version of the semantics: the state that given entries produce. A log of another version is refused."""
 
 

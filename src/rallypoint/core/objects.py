@@ -18,16 +18,15 @@ from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
 
-from rallypoint.core.calls.call_waiter import CallWaiter
+from rallypoint.core.calls.call_waiter import CallWaiter, call_bytes, object_bytes
 from rallypoint.core.calls.contested_refusals import ContestedRefusals
 from rallypoint.core.calls.late_calls import CallKey, LateCalls, ObjectKey
 from rallypoint.core.calls.shared_answer import Encoded, as_shared, encode_once
-from rallypoint.core.costs import CALL_BYTES, OBJECT_BYTES
 from rallypoint.core.engine import Engine
 from rallypoint.core.machines.machine import WAIT, Call, Command, Done, Machine, Outcome, Refused, Step, Undo, Waiting
 from rallypoint.core.records import show
 
-__all__ = ["Objects", "call_bytes", "object_bytes"]
+__all__ = ["Objects"]
 
 MAX_IDLE = 256
 """How many idle machines are remembered."""
@@ -129,6 +128,18 @@ class Objects:
             self.contested.resolve(((waiter.command.machine, waiter.name), waiter.call.id)) if self.contested else None
         )
 
+    def suspend(self, waiter: CallWaiter) -> bool:
+        """Take a waiting call back if others may go first while its client is away; return whether it was."""
+        undo, call = waiter.command.suspended_by, waiter.call
+        if undo is None:
+            return False
+        place = (waiter.command.machine, waiter.name)
+        self.forget(waiter)
+        machine = self.machines[place]
+        step = machine.apply(call, undo(call.number), self._engine.revision + 1)
+        self._follow_up(place, machine, step, self._settle((place, call.id), machine, call.session))
+        return True
+
     def session_settled(self, session: str) -> None:
         """Record that a session has reconnected or ended: contested calls poll again."""
         self.contested.session_settled(session)
@@ -180,6 +191,7 @@ class Objects:
         """
         if step.changed:
             self._engine.revision += 1
+            self._engine.charge_held(step.grown)
         for call in step.dropped:
             known = self._calls.get(call.session, _NONE).get((place, call.id))
             self._settle((place, call.id), machine, call.session)
@@ -298,16 +310,6 @@ class Objects:
         if not theirs:
             del self._calls[session]
         return freed
-
-
-def call_bytes(name: bytes, member: str, command: Command) -> int:
-    """Return the cost of a call in bytes: its wait, and the data that the machine keeps for it."""
-    return 2 * len(name) + CALL_BYTES + len(member) + command.weight
-
-
-def object_bytes(name: bytes) -> int:
-    """Return the cost of a machine in bytes, besides that of its calls."""
-    return OBJECT_BYTES + 2 * len(name)
 
 
 def _used_by_another(call: Call, member: str) -> Refused:

@@ -16,7 +16,7 @@ from typing import Annotated, ClassVar
 from msgspec import Meta, Struct
 
 from rallypoint.core.limits import MAX_KEY_BYTES, MAX_KEYS, MAX_VALUE_BYTES
-from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous
+from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous, work_queue
 from rallypoint.core.machines.machine import Name
 
 __all__ = ["MAX_OPEN", "MAX_WAIT_S", "Op", "Operation"]
@@ -247,6 +247,9 @@ Commands = (
     | rendezvous.RendezvousJoin | rendezvous.RendezvousWithdraw | rendezvous.RendezvousLeave
     | rendezvous.RendezvousWatch | rendezvous.RendezvousClose | rendezvous.RendezvousReopen | rendezvous.RendezvousQuery
     | rendezvous.RendezvousEvict
+    | work_queue.WorkPut | work_queue.WorkTake | work_queue.WorkWithdraw | work_queue.WorkAbandon
+    | work_queue.WorkDone | work_queue.WorkRelease | work_queue.WorkJoin | work_queue.WorkQuery
+    | work_queue.WorkDead | work_queue.WorkRemoveDead
 )  # fmt: skip
 """All commands to shared objects."""
 

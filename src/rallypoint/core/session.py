@@ -254,13 +254,14 @@ class Session:
     def detach(self) -> None:
         """While the client is away, leave the items it waits for to others; it asks again when it reconnects."""
         self.attached = False
-        for number, waiter in list(self.waiting.items()):
+        for number, waiter in sorted(self.waiting.items()):  # by number: a restored state has another order
             if isinstance(waiter, Waiter) and waiter.want is WaitKind.ITEM:
-                del self.waiting[number]
-                self.suspend(number)
                 self._engine.drop(waiter)
-        if self._memory.kept > self._memory.reserve:
-            self.late = True
+            elif not isinstance(waiter, CallWaiter) or not self._objects.suspend(waiter):
+                continue
+            del self.waiting[number]
+            self.suspend(number)
+        self.late = self.late or self._memory.kept > self._memory.reserve
 
     def suspend(self, number: int) -> None:
         """Remember that a request waited for an item when its client went away."""

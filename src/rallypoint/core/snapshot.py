@@ -24,7 +24,7 @@ import msgspec
 
 from rallypoint.core import entries
 from rallypoint.core.calls.call_waiter import CallWaiter
-from rallypoint.core.connection_owner import ConnectionOwner
+from rallypoint.core.connection_owner import ConnectionOwner, EndedOwner
 from rallypoint.core.ended_waits import Released
 from rallypoint.core.engine import Engine
 from rallypoint.core.index.key_index import KeyIndex
@@ -199,7 +199,11 @@ def _handle(handle: Waiter | WatchHandle | Turn) -> tuple[Any, ...]:
 
 def _write_objects(namespace: int, objects: Objects) -> Iterator[bytes]:
     for (machine, name), state in sorted(objects.machines.items(), key=lambda item: (item[0][0].kind, item[0][1])):
-        yield _encode(("machine", namespace, machine.kind, name, _encode(state)))
+        small = msgspec.structs.replace(state, **{section: {} for section in machine.sections})
+        yield _encode(("machine", namespace, machine.kind, name, _encode(small)))
+        sections = ((section, getattr(state, section).items()) for section in machine.sections)
+        items = ((machine.kind, name, part, _encode({key: row})) for part, rows in sections for key, row in rows)
+        yield from _chunks("machine rows", namespace, items)
     calls = (
         (waiter.owner.serial, waiter.number, _encode(waiter.call), _encode(waiter.command), waiter.name, *rest)
         for _, theirs in sorted(objects._calls.items())
@@ -240,13 +244,6 @@ def read(chunks: Iterable[bytes]) -> State:
     return reader.state
 
 
-class Ended:
-    """A session that has ended, some of whose leases are still to be deleted."""
-
-    def __init__(self, serial: int) -> None:
-        self.serial = serial
-
-
 class _Reader:
     """Builds a state from the chunks of a snapshot, in order."""
 
@@ -255,7 +252,7 @@ class _Reader:
         self.ended = False
         self._bodies: list[SharedAnswer] = []
         self._handles: dict[tuple[int, int], Any] = {}
-        self._ended: dict[int, Ended] = {}
+        self._ended: dict[int, EndedOwner] = {}
         self._over: dict[tuple[int, int], dict[Waiter, None]] = {}
 
     def _state(self, version: int, identity: bytes, limits: list[int], counters: list[int]) -> None:
@@ -361,7 +358,7 @@ class _Reader:
     def _leases(self, namespace: int, rows: list[Any]) -> None:
         engine = self._engine(namespace)
         for serial, key in rows:
-            owner = self.state.owner(serial) or self._ended.setdefault(serial, Ended(serial))
+            owner = self.state.owner(serial) or self._ended.setdefault(serial, EndedOwner(serial))
             engine._lease_owner[key] = owner
             engine._leased.setdefault(owner, {})[key] = None
 
@@ -375,7 +372,7 @@ class _Reader:
             if not serial:
                 one = Released(self._over.get((namespace, number), {}), value)
             elif number is None:  # others may have deleted the last of its leases
-                one = self._ended.setdefault(serial, Ended(serial))
+                one = self._ended.setdefault(serial, EndedOwner(serial))
             else:
                 one = self._handles[serial, number]
             self._engine(namespace).clearing[one] = None
@@ -404,6 +401,10 @@ class _Reader:
 
     def _machine(self, namespace: int, kind: str, name: bytes, state: bytes) -> None:
         self._objects(namespace).machines[MACHINES[kind], name] = _machine_of[kind](state)
+
+    def _machine_rows(self, namespace: int, rows: list[Any]) -> None:
+        for kind, name, section, row in rows:
+            self._objects(namespace).machines[MACHINES[kind], name].restore(section, row)
 
     def _calls(self, namespace: int, rows: list[Any]) -> None:
         table = self._objects(namespace)._calls

@@ -42,7 +42,7 @@ from rallypoint.core.entries import (
     TimeOutRequest,
 )
 from rallypoint.core.long_value import LONG_BYTES
-from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous
+from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous, work_queue
 from rallypoint.core.machines.machine import Machine
 from rallypoint.core.memory_budget import MemoryBudget
 from rallypoint.core.objects import Objects
@@ -74,6 +74,7 @@ MACHINES: dict[str, type[Machine]] = {
         lock.LockMachine,
         membership.MembershipMachine,
         rendezvous.RendezvousMachine,
+        work_queue.WorkQueueMachine,
     )
 }
 """The kinds of shared objects, by name."""

@@ -15,7 +15,7 @@ from rallypoint.client.blocking.session import ClientSession
 from rallypoint.client.outage import ServerDown, WithoutQuorum
 from rallypoint.client.routing.route import Route
 from rallypoint.core import ops, records
-from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous
+from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous, work_queue
 from rallypoint.core.machines.machine import Disconnected, Done, Refused, Undo, Waiting
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline
@@ -39,6 +39,7 @@ _OUTCOMES: dict[int, type[Done] | type[Refused] | type[Waiting]] = {
 _WAITING = (
     barrier.BarrierArrive, barrier.BarrierLeave, exchange.ExchangeGive, lock.LockAcquire, membership.MembershipJoin,
     membership.MembershipWatch, rendezvous.RendezvousJoin, rendezvous.RendezvousWatch,
+    work_queue.WorkTake, work_queue.WorkJoin,
 )  # fmt: skip
 """Commands that may wait, even with a timeout of 0."""
 

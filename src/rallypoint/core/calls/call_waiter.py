@@ -1,4 +1,4 @@
-"""The record of a call on a shared object.
+"""The record of a call on a shared object, and what it costs.
 
 A call has one record: its session lists it among its waits, and `core/objects.py` holds it for as long as the machine
 keeps any data of the call.
@@ -13,10 +13,11 @@ from typing import Any, ClassVar
 
 from msgspec import Struct
 
+from rallypoint.core.costs import CALL_BYTES, OBJECT_BYTES
 from rallypoint.core.machines.machine import Call, Command
 from rallypoint.core.records import WaitKind
 
-__all__ = ["CallWaiter", "Woken"]
+__all__ = ["CallWaiter", "Woken", "call_bytes", "object_bytes"]
 
 
 class CallWaiter(Struct, eq=False):
@@ -50,3 +51,13 @@ class Woken:
 
     def __init__(self, waiters: list[CallWaiter]) -> None:
         self.waiters = waiters
+
+
+def call_bytes(name: bytes, member: str, command: Command) -> int:
+    """Return the cost of a call in bytes: its wait, and the data that the machine keeps for it."""
+    return 2 * len(name) + CALL_BYTES + len(member) + command.weight
+
+
+def object_bytes(name: bytes) -> int:
+    """Return the cost of a machine in bytes, besides that of its calls."""
+    return OBJECT_BYTES + 2 * len(name)

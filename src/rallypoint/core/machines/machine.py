@@ -1,9 +1,9 @@
 """A shared object: a state that members change by commands, some of which wait until the state lets them proceed.
 
-Barrier, exchange, lock, membership and rendezvous are machines. A machine is a msgspec struct, so its state can be
-serialized; its methods do no I/O and read no clock. It has one of two hosts, and cannot tell which. Our server keeps it
-in memory (`core/objects.py`). On a store of plain bytes, each client reads the state, applies its command, and writes
-the new state by compare-and-set (`recipes/hosting/shared_object.py`).
+Barrier, exchange, lock, membership, rendezvous and work queue are machines. A machine is a msgspec struct, so its state
+can be serialized; its methods do no I/O and read no clock. It has one of two hosts, and cannot tell which. Our server
+keeps it in memory (`core/objects.py`). On a store of plain bytes, each client reads the state, applies its command, and
+writes the new state by compare-and-set (`recipes/hosting/shared_object.py`).
 
 Rules
 - A `Call` is one call of one member: its name, its session, with whose end it ends, a number that the session uses
@@ -24,14 +24,16 @@ Rules
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, NamedTuple
 
-from msgspec import Meta, Struct
+from msgspec import Meta, Struct, msgpack, structs
 
 __all__ = [
     "MAX_MEMBERS",
     "MAX_NAME",
+    "SHOWN",
     "WAIT",
     "WAITS_STEP",
     "Call",
@@ -90,6 +92,8 @@ class Command(Struct, array_like=True):
     """A member's command to a machine; each command class belongs to one kind of machine."""
 
     machine: ClassVar[type[Machine]]
+    suspended_by: ClassVar[type[Undo] | None] = None
+    """If set, takes the waiting call back while its client is away; it is made again when the client returns."""
 
     @property
     def weight(self) -> int:
@@ -165,6 +169,9 @@ class Step(NamedTuple):
     dropped: Iterable[Call] = ()
     """Other calls that the state no longer holds."""
 
+    grown: int = 0
+    """By how many bytes the part of the state grew that belongs to no call."""
+
 
 WAITS_STEP = Step(WAIT, True)
 """A call was admitted and waits; no other call is affected."""
@@ -176,6 +183,9 @@ class Machine(Struct):
     kind: ClassVar[str]
     rejoins: ClassVar[bool] = False
     """Whether a call that lost its place between two checks of its wait takes another."""
+
+    sections: ClassVar[tuple[str, ...]] = ()
+    """The fields that may be large: dicts, which a snapshot writes in chunks."""
 
     def apply(self, call: Call, command: Any, stamp: int) -> Step:
         """Apply a command, or recheck one that waits."""
@@ -208,6 +218,10 @@ class Machine(Struct):
         """Perform the action of the timer with that number; do nothing if another timer is set."""
         raise NotImplementedError
 
+    def restore(self, section: str, row: bytes) -> None:
+        """Add an entry of one of the `sections`, as a snapshot has it."""
+        getattr(self, section).update(_row_decoder(type(self), section)(row))
+
     @property
     def timer(self) -> tuple[int, float] | None:
         """The number of the timer that is set, and its duration in seconds."""
@@ -229,6 +243,12 @@ class Machine(Struct):
         Called only if the machine is idle and `persists_idle`.
         """
         raise NotImplementedError
+
+
+@functools.cache
+def _row_decoder(machine: type[Machine], section: str) -> Callable[[bytes], dict[Any, Any]]:
+    kind = next(field.type for field in structs.fields(machine) if field.name == section)
+    return msgpack.Decoder(kind).decode
 
 
 def list_names(names: Sequence[str]) -> str:
