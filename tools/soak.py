@@ -2,9 +2,9 @@
 
 A round is one run of pytest over `SEEDED`: histories of real processes that must be linearizable, simulations with
 random cuts and deaths, those of shared objects and of a store in etcd included, everything that hypothesis makes up,
-jobs under the launcher whose workers are killed for a minute, and servers with a data directory that are killed a
-hundred times. Its seeds follow from one number, which is printed before it starts. The first failure ends the soak,
-with the command that runs that round again.
+jobs under the launcher whose workers are killed for a minute, a farm of workers that are killed every second, and
+servers with a data directory that are killed a hundred times. Its seeds follow from one number, which is printed before
+it starts. The first failure ends the soak, with the command that runs that round again.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ SEEDED = (
     "tests/launch/test_pi.py",
     "tests/interop/test_ddp_elastic.py",
     "tests/etcd/test_histories.py",
+    "tests/faults/test_work_farm.py",
 )
 KILLING_S = 60
 """How long the workers of an example are killed, one by one."""
@@ -40,6 +41,10 @@ KILLING_S = 60
 
 KILLS = 100
 """How often a server with a data directory is killed in each test of it."""
+
+
+FARM_ITEMS = 10_000
+"""How many items a farm of workers has, of which one is killed every second."""
 
 
 SCHEDULES = 2000
@@ -51,6 +56,7 @@ def replay(seed: int, histories: int, tests: list[str]) -> tuple[dict[str, str],
     variables = {"FIRST_SEED": str(seed), "HISTORIES": str(histories), "KILLING_S": str(KILLING_S)}
     variables["SEEDS"] = variables["STATE_SEEDS"] = str(SCHEDULES)
     variables["KILLS"], variables["KILLED_HISTORIES"] = str(KILLS), str(histories)
+    variables["FARM_ITEMS"], variables["FARM_KILL_S"] = str(FARM_ITEMS), "1"
     variables["REPLICATED_HISTORIES"] = str(histories)
     return variables, [sys.executable, "-m", "pytest", "-x", "-q", f"--hypothesis-seed={seed}", *tests]
 
