@@ -201,6 +201,60 @@ def test_ls_and_del(store: rallypoint.Store) -> None:
     assert fails("del")[0] == 2
 
 
+def test_ls_long_shows_sizes_and_beginnings(store: rallypoint.Store) -> None:
+    store.multi_set(["a", "b", "c", "d\ne"], ["text", b"\x00\x01", "x" * 100, "two\nlines"])
+    lines = prints("ls", "-l").decode().splitlines()
+    assert [line.split(None, 2) for line in lines] == [
+        ["4", "a", "text"],
+        ["2", "b", "(binary)"],
+        ["100", "c", "x" * 40 + "..."],
+        ["9", "d\\ne", "two\\nlines"],
+    ]
+
+
+def test_other_names_of_commands(store: rallypoint.Store) -> None:
+    assert prints("put", "k", "-5") == b"" and prints("get", "k") == b"-5\n"
+    assert [prints("incr", "n"), prints("incr", "n", -3)] == [b"1\n", b"-2\n"]
+    assert prints("keys") == b"k\nn\n"
+    assert prints("delete", "k", "n") == b"2\n"
+    assert "Did you mean 'delete'" in fails("delet", "k")[1]
+
+
+def test_ping_makes_a_round_trip(store: rallypoint.Store) -> None:
+    assert re.fullmatch(rb"<TCPStore tcp://127.0.0.1:\d+> answered in \d+\.\d\d ms\n", prints("ping"))
+    code, said = fails("ping", "--store", "tcp://127.0.0.1:1", "--connect-timeout", 0.2)
+    assert code == 4 and "127.0.0.1:1" in said
+
+
+def test_push_and_pop(store: rallypoint.Store, start: Any) -> None:
+    assert prints("push", "q", "one", "-2") == b""
+    assert prints("push", "q", "-", given=b"\x00three\n") == b""
+    assert prints("push", "q", "--lines", "-", given=b"four\nfive") == b""
+    popped = [prints("pop", "q", *more) for more in ([], ["--timeout", 0], [], ["--raw"], [])]
+    assert popped == [b"one\n", b"-2\n", b"\x00three\n", b"four", b"five\n"]
+    code, said = fails("pop", "q", "--timeout", 0)
+    assert code == 3 and "queue_pop timed out" in said
+    child = start("pop", "q")
+    store.queue_push("q", "late")
+    assert child.communicate(timeout=AMPLE_S) == (b"late\n", b"")
+    assert fails("push", "q")[0] == fails("push", "q", "x", "--lines")[0] == 2
+    assert fails("push", "q", "x", "--max-deliveries", 2)[0] == 2
+
+
+def test_push_and_pop_of_a_work_queue(store: rallypoint.Store) -> None:
+    assert prints("push", "w", "one", "two", "--work", "--max-deliveries", 1) == b""
+    assert prints("pop", "w", "--work") == b"one\n"
+    queue = rallypoint.WorkQueue(store, "w")
+    assert queue.status()[:4] == (1, 0, 0, 1)
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run([*COMMAND, "pop", "w", "--work"], stdout=full, stderr=subprocess.PIPE, timeout=AMPLE_S)
+    assert done.returncode == 1 and b"cannot write the output" in done.stderr
+    assert [letter.data for letter in queue.dead_letters()] == [b"two"], "it was not acknowledged"
+    code, said = fails("pop", "w", "--work", "--timeout", 0)
+    assert code == 3 and "work queue 'w': 0 items are ready, 0 taken, 1 dead letters" in said
+    assert queue.discard() == 1
+
+
 def test_watch(store: rallypoint.Store, start: Any) -> None:
     child = start("watch", "w/", "--verbose")
     assert child.stderr and child.stderr.readline() == b"waiting: changes of keys that start with 'w/'\n"

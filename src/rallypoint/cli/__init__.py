@@ -28,12 +28,15 @@ COMMANDS = {
     "status": "Show what a server is doing, who waits for whom, and what has failed.",
     "top": "The same, live.",
     "get": "Print a value, waiting until the key exists.",
-    "set": "Write a value.",
-    "add": "Add to a counter and print its new value.",
+    "set": "Write a value. Also: put.",
+    "add": "Add to a counter and print its new value. Also: incr.",
     "wait": "Wait until all of the keys exist.",
     "watch": "Print changes as they happen, one per line.",
-    "ls": "List the keys.",
-    "del": "Delete keys and print how many existed.",
+    "ls": "List the keys. Also: keys.",
+    "del": "Delete keys and print how many existed. Also: delete.",
+    "push": "Append items to a queue.",
+    "pop": "Print the first item of a queue and remove it.",
+    "ping": "Measure a round trip to the store.",
     "barrier": "Wait until all members have arrived.",
     "exchange": "Contribute data and print the data of all ranks.",
     "lock": "Run a command while holding a lock.",
@@ -43,9 +46,13 @@ COMMANDS = {
 }
 """Every command and its line in `--help`, so that help imports none of them."""
 
+ALIASES = {"put": "set", "incr": "add", "keys": "ls", "delete": "del"}
+"""Other names of commands."""
+
 FAILED, TIMED_OUT, UNREACHABLE, INTERRUPTED = 1, 3, 4, 130
 _MODULES = {
-    **dict.fromkeys(("get", "set", "add", "wait", "watch", "ls", "del"), "key_commands"),
+    **dict.fromkeys(("get", "set", "add", "wait", "watch", "ls", "del", "ping"), "key_commands"),
+    **dict.fromkeys(("push", "pop"), "queue_commands"),
     **dict.fromkeys(("status", "top"), "status"),
 }
 """The modules of commands that share one; all others have a module of their own name."""
@@ -62,6 +69,7 @@ class _Commands(click.Group):
         return list(COMMANDS)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        cmd_name = ALIASES.get(cmd_name, cmd_name)
         if cmd_name not in COMMANDS:
             return None
         module = importlib.import_module(f"rallypoint.cli.{_MODULES.get(cmd_name, cmd_name)}")
@@ -76,7 +84,7 @@ class _Commands(click.Group):
         try:
             return super().resolve_command(ctx, args)
         except click.UsageError as error:
-            near = difflib.get_close_matches(args[0], COMMANDS, n=3) if args else []
+            near = difflib.get_close_matches(args[0], [*COMMANDS, *ALIASES], n=3) if args else []
             hint = f" Did you mean {' or '.join(map(repr, near))}?" if near else ""
             raise click.UsageError(error.format_message() + hint, ctx) from None
 

@@ -1,10 +1,11 @@
-"""`rallypoint get`, `set`, `add`, `wait`, `watch`, `ls`, `del`: keys of a store, for shell scripts."""
+"""`rallypoint get`, `set`, `add`, `wait`, `watch`, `ls`, `del`, `ping`: keys of a store, for shell scripts."""
 
 from __future__ import annotations
 
 import base64
 import json
 import math
+import time
 
 import click
 
@@ -23,6 +24,9 @@ from rallypoint.core.machines.machine import Waiting
 from rallypoint.deadline import Deadline
 
 __all__ = ["commands"]
+
+SHOWN = 40
+"""How many bytes of a value `ls -l` shows."""
 
 PROGRESS_S = 10.0
 """How often `wait` reports the missing keys."""
@@ -51,9 +55,9 @@ def set_(store: Store, key: str, value: str) -> None:
 
 @store_command("add", dashed=True)
 @click.argument("key")
-@click.argument("amount", type=int)
+@click.argument("amount", type=int, default=1)
 def add(store: Store, key: str, amount: int) -> None:
-    """Add AMOUNT, which may be negative, to the counter KEY and print its new value. A missing KEY counts as 0."""
+    """Add AMOUNT (1; it may be negative) to the counter KEY and print its new value. A missing KEY counts as 0."""
     print_value(store.add(key, amount))
 
 
@@ -110,11 +114,22 @@ def watch(store: Store, prefix: str, timeout: float | None, as_json: bool, verbo
 
 @store_command("ls")
 @click.argument("prefix", default="")
-def ls(store: Store, prefix: str) -> None:
+@click.option("-l", "long", is_flag=True, help="Print the size of each value in bytes, and how it begins.")
+def ls(store: Store, prefix: str, long: bool) -> None:
     """List the keys that start with PREFIX, sorted, one per line."""
-    for key in sorted(store.list_keys()):
-        if key.startswith(prefix):
+    keys = [key for key in sorted(store.list_keys()) if key.startswith(prefix)]
+    if not long:
+        for key in keys:
             print_value(one_line(key))
+        return
+    for key in keys:
+        try:
+            value = store.get(key, 0)
+        except StoreTimeout:  # deleted meanwhile
+            continue
+        shown = as_text(value[:SHOWN])
+        beginning = "(binary)" if shown is None else one_line(shown) + ("..." if len(value) > SHOWN else "")
+        print_value(f"{len(value):>9}  {one_line(key)}  {beginning}".rstrip())
 
 
 @store_command("del")
@@ -125,5 +140,13 @@ def del_(store: Store, keys: tuple[str, ...], prefix: bool) -> None:
     print_value(sum(store.delete_prefix(key) if prefix else store.delete_key(key) for key in keys))
 
 
-commands = {str(command.name): command for command in (get, set_, add, wait, watch, ls, del_)}
+@store_command("ping")
+def ping(store: Store) -> None:
+    """Make one round trip to the store, and print how long it took."""
+    began_at = time.perf_counter()
+    store.check(["ping"])
+    print_value(f"{store!r} answered in {1000 * (time.perf_counter() - began_at):.2f} ms")
+
+
+commands = {str(command.name): command for command in (get, set_, add, wait, watch, ls, del_, ping)}
 """The commands by name."""
