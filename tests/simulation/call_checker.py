@@ -8,6 +8,8 @@ It does not use the machines' states, with two exceptions: at the end it asks th
   round.
 - Exchange: all contributions of a result were pending at one moment, the rank's own among them, and all ranks of the
   round get the same result. A rank is not refused because of the bytes of an earlier process.
+- Work queue: an item has one holder, is not delivered after it was done, and is done once. A holder whose session lives
+  can finish its item.
 - Membership: one view per epoch; ids are never reused; reverse maps match the maps.
 """
 
@@ -58,6 +60,12 @@ class CallChecker(Struct, eq=False):
     members: dict[str, CheckedCall] = field(default_factory=dict)
     """Members that have joined and not begun to leave, by call."""
 
+    workers: dict[str, CheckedCall] = field(default_factory=dict)
+    """The calls that hold an item, by item."""
+
+    finished: dict[str, str] = field(default_factory=dict)
+    """The items that were done, each with the call that held it."""
+
     views: dict[int, Any] = field(default_factory=dict)
     ids: dict[int, str] = field(default_factory=dict)
     epochs: dict[Process, int] = field(default_factory=dict)
@@ -80,7 +88,7 @@ class CallChecker(Struct, eq=False):
         for entry in self.entries:
             if entry.call.session == process.session and entry.outcome is None:
                 self.end(entry, LOST)
-        for kept in (self.holders, self.members):
+        for kept in (self.holders, self.members, self.workers):
             for name in [name for name, entry in kept.items() if entry.call.session == process.session]:
                 del kept[name]
 
@@ -114,6 +122,32 @@ class CallChecker(Struct, eq=False):
     def _may_be_dead(self, entry: CheckedCall) -> bool:
         """Return whether the session was, or may have been, declared dead."""
         return entry.call.session in self.simulator.doubtful
+
+    # The work queue
+
+    def works_on(self, entry: CheckedCall, item: str) -> None:
+        """Check that a call may have an item."""
+        self.simulator.note("works on", str(entry.process), entry.call.id, item)
+        if item in self.finished and not self._may_be_dead(entry):
+            raise Violation(f"{entry.call.id} got item {item}, which {self.finished[item]} had finished")
+        other = self.workers.get(item)
+        if other is not None and not self._may_be_dead(other) and not self._may_be_dead(entry):
+            raise Violation(f"{entry.call.id} got item {item}, which {other.call.id} has")
+        self.workers[item] = entry
+
+    def lets_item_go(self, entry: CheckedCall, item: str) -> None:
+        """Record that a call begins to finish its item, or to give it back."""
+        if self.workers.get(item) is entry:
+            del self.workers[item]
+
+    def settled(self, entry: CheckedCall, item: str, outcome: Any, repeated: bool, done: bool) -> None:
+        """Check that a living holder could settle its item, and that no item is done twice."""
+        self.end(entry, outcome if isinstance(outcome, Done) else LOST)
+        if isinstance(outcome, Refused):
+            if not repeated and not self._may_be_dead(entry):
+                raise Violation(f"{entry.call.id} had item {item}, and got {outcome}")
+        elif done and self.finished.setdefault(item, entry.call.id) != entry.call.id:
+            raise Violation(f"{entry.call.id} finished item {item}, and so did {self.finished[item]}")
 
     # Membership
 

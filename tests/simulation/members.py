@@ -1,11 +1,13 @@
 """The simulated members: each runs the script that all members of a simulation share, and reports to the checker.
 
 Every line is one use of an object: pass the barrier, exchange, hold the lock for a while, join or leave the group,
-watch it, query it. Most waits have a timeout, after which the call is withdrawn; some have none.
+watch it, query it, put an item into the work queue or work on one. Most waits have a timeout, after which the call is
+withdrawn; some have none.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from msgspec import Struct
@@ -15,6 +17,15 @@ from rallypoint.core.machines.barrier import BarrierArrive, BarrierMachine, Barr
 from rallypoint.core.machines.exchange import ExchangeGive, ExchangeMachine, ExchangeWithdraw
 from rallypoint.core.machines.lock import LockAcquire, LockMachine, LockRelease
 from rallypoint.core.machines.machine import Call, Command, Done, Machine, Refused, Undo
+from rallypoint.core.machines.work_queue import (
+    WorkAbandon,
+    WorkDone,
+    WorkPut,
+    WorkQueueMachine,
+    WorkRelease,
+    WorkTake,
+    WorkWithdraw,
+)
 
 from .bytes_host import TIMED_OUT
 from .call_checker import INTERRUPTED, CallChecker, CheckedCall
@@ -25,7 +36,11 @@ KINDS: dict[str, type[Machine]] = {
     "exchange": ExchangeMachine,
     "lock": LockMachine,
     "roster": membership.MembershipMachine,
+    "work_queue": WorkQueueMachine,
 }
+WORK_SEEDS = 5
+"""Every so many seeds, the script is mostly about the work queue."""
+
 GAVE_UP = (TIMED_OUT, INTERRUPTED)
 
 
@@ -44,6 +59,8 @@ def script_of(simulator: Simulator, size: int) -> list[ScriptLine]:
     every = ["barrier", "exchange", "lock", "join", "leave", "watch", "look"]
     group = ["join", "join", "leave", "watch", "watch", "look"]
     favourite = chance.choice((every, ["barrier"], ["exchange"], ["lock"], group))
+    if simulator.seed % WORK_SEEDS == 0:
+        favourite = ["put", "work", "work"]
     lines = []
     for _ in range(chance.randrange(2, 8)):
         what = chance.choice(favourite if chance.random() < 0.8 else every)
@@ -121,6 +138,34 @@ class Members:
         released = yield from self._undo(process, "lock", LockRelease, entry)
         self.checker.released(entry, released, process.repeated)
 
+    def _put(self, process: Process, line: ScriptLine) -> Steps:
+        entry = self._begin(process, "work_queue", WorkPut([b"x", b"y"], 3))
+        self.checker.end(entry, (yield from self.host.call(process, "work_queue", entry.call, entry.command, NEVER)))
+
+    def _work(self, process: Process, line: ScriptLine) -> Steps:
+        """Take an item, and finish it or give it back; an interrupted take abandons it."""
+        chance, key = self.simulator.chance, "work_queue"
+        entry = self._begin(process, key, WorkTake())
+        outcome = yield from self.host.call(
+            process, key, entry.call, entry.command, self.simulator.now + line.timeout_s
+        )
+        if outcome in GAVE_UP:
+            undone = yield from self._undo(process, key, WorkWithdraw if outcome is TIMED_OUT else WorkAbandon, entry)
+            if not undone.answer:
+                self.checker.end(entry, outcome)
+                return
+            outcome = Done(undone.answer[0])
+        item = outcome.answer[0]
+        self.checker.works_on(entry, item)
+        for _ in range(chance.randrange(4)):
+            yield None
+        done = chance.random() < 0.7
+        self.checker.lets_item_go(entry, item)
+        outcome = yield from self._undo(
+            process, key, lambda call: WorkDone(call, item) if done else WorkRelease(call, item), entry
+        )
+        self.checker.settled(entry, item, outcome, process.repeated, done)
+
     def _join(self, process: Process, line: ScriptLine) -> Steps:
         """Join; if the name is still taken, wait and retry a few times."""
         for _ in range(3):
@@ -176,7 +221,7 @@ class Members:
         call = Call(process.name, process.session, next(process.numbers), former=process.former)
         return self.checker.begin(process, key, call, command)
 
-    def _undo(self, process: Process, key: str, undo: type[Undo], entry: CheckedCall) -> Steps:
+    def _undo(self, process: Process, key: str, undo: Callable[[int], Undo], entry: CheckedCall) -> Steps:
         """Withdraw a call. If that was applied twice, the second time finds no call, so any answer is valid."""
         call = Call(process.name, entry.call.session, next(process.numbers))
         process.repeated = False

@@ -17,6 +17,7 @@ from itertools import count
 from typing import Any
 
 import msgspec
+from tests.core.state_checks import work_bytes
 
 from rallypoint.core import entries
 from rallypoint.core.calls.call_waiter import object_bytes
@@ -34,6 +35,7 @@ from rallypoint.core.entries import (
     TimeOutRequest,
 )
 from rallypoint.core.machines.machine import Call, Command, Done, Machine, Refused, Waiting
+from rallypoint.core.machines.work_queue import WorkQueueMachine
 from rallypoint.core.objects import Objects
 from rallypoint.core.ops import Act, Confirm, Drop, Op
 from rallypoint.core.records import DONE, LATER, REFUSED, InternalError, ReplyStatus
@@ -111,9 +113,14 @@ class ServerHost:
         for session in sorted(set(self.simulator.by_session) - self.ended, key=int):
             self._end(session)
         left = self.objects
-        kept: list[Any] = [left.machines.keys() - left._idle.keys(), left._calls, left.late, left.late.by_session]
+        queues = {
+            place: one for place, one in left.machines.items() if isinstance(one, WorkQueueMachine) and not one.idle
+        }
+        kept: list[Any] = [left.machines.keys() - left._idle.keys() - queues.keys(), left._calls, left.late]
+        kept += [left.late.by_session]
         kept += [left.timers, left.contested._detached, left.contested._calls, self.state.sessions, self.open]
         size = self.engine.size - sum(object_bytes(name) + idle for (_, name), idle in left._idle.items())
+        size -= sum(object_bytes(name) + work_bytes(queue) for (_, name), queue in queues.items())
         if any(kept) or size or self.state.memory.kept or self.engine.statistics().waiters:
             raise Violation(f"the server keeps data of ended sessions: {kept} {size} bytes")
         if self.replays:
@@ -212,8 +219,9 @@ class ServerHost:
         if answer is not LATER:
             self._over(session, op.number)
             self._reply(session, op.number, answer)
-        elif (session, op.number) not in self.open:
-            self.open[session, op.number] = op
+            return
+        self.open[session, op.number] = op
+        if (session, op.number) not in self.deadlines:
             self.deadlines.set((session, op.number), self.simulator.now + op.timeout_s)
 
     def _over(self, session: str, number: int) -> None:

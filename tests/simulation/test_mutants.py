@@ -13,6 +13,7 @@ from rallypoint.core.machines.exchange import ExchangeMachine
 from rallypoint.core.machines.lock import LockMachine
 from rallypoint.core.machines.machine import WAIT, Call, Done, Step
 from rallypoint.core.machines.membership import MembershipMachine
+from rallypoint.core.machines.work_queue import WorkDone, WorkQueueMachine
 
 from .simulator import Violation
 from .test_simulation import HOSTS, simulate
@@ -81,6 +82,28 @@ def contests_nothing(of: Method) -> Method:
     return lambda self, held, outcome, machine: False
 
 
+def keeps_what_is_done(settle: Method) -> Method:
+    def mutant(self: WorkQueueMachine, call: Call, command: Any) -> Step:
+        taken = self.taken.get(f"{call.session}/{command.call}")
+        step: Step = settle(self, call, command)
+        if taken is not None and isinstance(command, WorkDone):
+            self.ready[self.head + len(self.ready)] = taken.item
+        return step
+
+    return mutant
+
+
+def delivers_to_two(deliver: Method) -> Method:
+    def mutant(self: WorkQueueMachine, call: Call) -> Any:
+        taken = deliver(self, call)
+        if not self.ready:
+            self.head -= 1
+            self.ready[self.head] = taken.item
+        return taken
+
+    return mutant
+
+
 def simulate_all(hosting: str) -> None:
     for seed in range(1, SEEDS):
         simulate(seed, hosting)
@@ -102,6 +125,9 @@ def simulate_all(hosting: str) -> None:
         (LockMachine, "_leave", hands_on_its_fence, "fence .* was that of"),
         (LockMachine, "session_ended", waits_for_the_dead, "with the dead|waits for the lock"),
         (MembershipMachine, "_join", counts_its_members, "two views of epoch|its view is"),
+        (WorkQueueMachine, "session_ended", waits_for_the_dead, "waits at the work_queue with the dead"),
+        (WorkQueueMachine, "_settle", keeps_what_is_done, "which .* had finished|items were put|is still there"),
+        (WorkQueueMachine, "_deliver", delivers_to_two, "got item .*, which .* has|finished item .*, and so did"),
         (MembershipMachine, "_changed", wakes_nobody, "which does not know it"),
     ],
 )

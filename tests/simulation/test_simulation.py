@@ -6,6 +6,7 @@ A failure prints its seed, the violation, and every step that led to it; `SEEDS=
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -50,11 +51,24 @@ def check_waiting(simulator: Simulator, host: BytesHost | ServerHost, members: M
             raise Violation(f"{process} waits at the {key} with the dead: {reason}, {machine.sessions()}")
         if key in ("barrier", "exchange") and (not reason.missing or here & set(reason.missing)):
             raise Violation(f"{process} waits at the {key}, for nobody: {reason}, {sorted(here)}")
+        if key == "work_queue" and machine.ready:  # type: ignore[attr-defined]
+            raise Violation(f"{process} waits for an item, and there are some: {reason}")
         if key == "lock":
             raise Violation(f"{process} waits for the lock, and all others are done: {reason}")
         if key == "roster" and machine.epoch != members.checker.epoch_of(process):  # type: ignore[attr-defined]
             raise Violation(f"{process} did not get epoch {machine.epoch}")  # type: ignore[attr-defined]
     check_group(simulator, host, members)
+    check_items(simulator, host, members)
+
+
+def check_items(simulator: Simulator, host: BytesHost | ServerHost, members: Members) -> None:
+    """Check that no item is lost: all that were put are ready, taken, dead, or done."""
+    machine: Any = host.machine("work_queue", KINDS["work_queue"])
+    left = [*machine.ready.values(), *machine.dead.values(), *(taken.item for taken in machine.taken.values())]
+    if len(left) + machine.done != machine.made:
+        raise Violation(f"{machine.made} items were put, {machine.done} done, and there are {len(left)}")
+    if any(item.id in members.checker.finished for item in left):
+        raise Violation(f"a finished item is still there: {left}")
 
 
 def check_group(simulator: Simulator, host: BytesHost | ServerHost, members: Members) -> None:
