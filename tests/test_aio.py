@@ -722,3 +722,90 @@ def test_closing_ends_the_search_for_a_server_at_every_step_of_it(
                 assert searching.done() and attempts == 1, f"after {ticks} ticks"
 
     run(main())
+
+
+# Work queues
+
+
+def test_a_work_queue(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port, 2) as (store, other):
+            queue, others = store.work_queue("jobs", "ann"), other.work_queue("jobs", "bob")
+            waiting = asyncio.ensure_future(others.take())
+            await until_waiting(server, 1)
+            assert len(await queue.put_many(["a", "b"], max_deliveries=2)) == 2
+            async with await waiting as item:
+                assert (item.data, item.deliveries) == (b"a", 1)
+            for dead in (False, True):
+                assert await (await queue.take()).release("no good") is dead
+            with pytest.raises(rallypoint.StoreTimeout, match=r"take timed out after 0\.1 s: work queue 'jobs'"):
+                await queue.take(0.1)
+            await queue.join()
+            assert await queue.try_take() is None
+            assert (await queue.status())[:5] == (0, 0, 1, 1, 0)
+            item = await queue.take() if await queue.put("c") else None
+            assert item is not None
+            with pytest.raises(ZeroDivisionError):
+                async with item:
+                    _ = 1 / 0
+            with pytest.raises(RuntimeError, match="already acknowledged or given back"):
+                await item.done()
+            async with await others.take() as again:
+                assert (again.id, again.deliveries) == (item.id, 2)
+
+    run(main())
+
+
+def test_a_cancelled_take_or_join_leaves_nothing_behind(server: rallypoint.Server) -> None:
+    async def main() -> None:
+        async with opened(server.port) as (store,):
+            queue = store.work_queue("cancelled")
+            taking = asyncio.ensure_future(queue.take())
+            await until_waiting(server, 1)
+            taking.cancel()
+            await gathered([taking])
+            await until_waiting(server, 0)
+            await queue.put("x")
+            joining = asyncio.ensure_future(queue.join())
+            await until_waiting(server, 1)
+            joining.cancel()
+            await gathered([joining])
+            async with await queue.take() as item:
+                assert item.deliveries == 1
+            await queue.join()
+
+    run(main())
+
+
+def test_an_item_of_a_lost_session_goes_to_another() -> None:
+    async def main(server: rallypoint.Server, cutter: CuttingProxy) -> None:
+        async with opened(server.port) as (store,), opened(cutter.port) as (cut_off,):
+            queue = store.work_queue("jobs")
+            await queue.put("x")
+            lost = await cut_off.work_queue("jobs").take()
+            cutter.refusing = True
+            cutter.cut_all()
+            async with await queue.take() as item:
+                assert (item.id, item.deliveries) == (lost.id, 2)
+                with pytest.raises(rallypoint.ItemLost) as raised:
+                    await lost.done()
+                assert raised.value.item == item.id and raised.value.why
+
+    with rallypoint.Server(grace=0.2) as server, CuttingProxy(server.port) as cutter:
+        run(main(server, cutter))
+
+
+def test_a_take_in_an_outage_ends_at_its_timeout(server: rallypoint.Server) -> None:
+    async def main(cutter: CuttingProxy) -> None:
+        async with opened(cutter.port) as (store,):
+            queue = store.work_queue("outage")
+            cutter.go_down()
+            with pytest.raises(rallypoint.StoreTimeout, match="after 1 s: work queue 'outage': the server"):
+                await queue.take(1.0)
+            cutter.come_back()
+            await queue.put("x")
+            async with await queue.take() as item:
+                assert item.deliveries == 1, "the one that gave up has left the line"
+
+    with CuttingProxy(server.port) as cutter:
+        run(main(cutter))

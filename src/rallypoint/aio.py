@@ -13,25 +13,28 @@ Rejected: the blocking store on executor threads. A cancelled task could not wit
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any, TypeVar, cast
 
 from rallypoint.client.async_session import AsyncSession
-from rallypoint.client.outage import ServerDown
+from rallypoint.client.outage import ServerDown, disconnected
 from rallypoint.client.routing.route import Route
 from rallypoint.core import ops
-from rallypoint.core.records import Event, ReplyStatus, Swap, TimedOut
+from rallypoint.core.machines.machine import Done, Refused, Waiting
+from rallypoint.core.records import OUTCOMES, Event, ReplyStatus, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout
 from rallypoint.errors import NoQuorum, QueueEmpty, RallypointError
 from rallypoint.protocol.native_client import Reply
 from rallypoint.protocol.reported_errors import error_of
+from rallypoint.recipes.async_work_queue import AsyncWorkItem, AsyncWorkQueue, ObjectCalls
 from rallypoint.security.credentials import Credentials
 from rallypoint.store.base import Change
 from rallypoint.store.url import StoreURL, parse_url
 from rallypoint.store.view import StoreView, whole_amount
 
-__all__ = ["AsyncStore", "connect"]
+__all__ = ["AsyncStore", "AsyncWorkItem", "AsyncWorkQueue", "connect"]
 
 _Self = TypeVar("_Self", bound="AsyncStore")
 
@@ -179,6 +182,28 @@ class AsyncStore(StoreView):
             self._session.send(ops.Drop(0, number))
         except RallypointError:
             pass
+
+    def work_queue(self, name: str, member: int | str = "worker") -> AsyncWorkQueue:
+        """Return the work queue of that name; `member` names this process in its status."""
+        key = self._name(name)
+        if not name:
+            raise ValueError("the name of a work queue must not be empty")
+
+        async def ask(member: str, call: int, command: Any, wait_s: float) -> Done | Refused | Waiting:
+            try:
+                kind, *facts = await self._ask_for(ops.Act(0, key, member, call, command, wait_s), wait_s)
+            except ServerDown as down:
+                return disconnected(down)
+            return OUTCOMES[kind](*facts)
+
+        def tell(member: str, call: int, command: Any) -> None:
+            with contextlib.suppress(RallypointError):
+                self._session.send(ops.Act(0, key, member, call, command, 0.0))
+
+        return AsyncWorkQueue(ObjectCalls(self._label, self._timeout_s, ask, tell), name, member)
+
+    async def _ask_for(self, op: ops.Op, wait_s: float) -> Any:
+        return self._result(await self._session.ask(op, wait_s or None))
 
     async def close(self) -> None:
         """End the session: leases are released, waiting calls raise StoreClosed."""

@@ -43,6 +43,7 @@ __all__ = [
     "CallDeadline",
     "ServerDown",
     "WithoutQuorum",
+    "disconnected",
     "operation_name",
     "patience_s",
     "report_denied",
@@ -81,6 +82,15 @@ class WithoutQuorum(Disconnected):
 
     no_quorum: Mapping[str, str]
     """The reason at each address."""
+
+
+def disconnected(down: ServerDown) -> Disconnected:
+    """Return the outcome of a call on a shared object that waits while the server is down."""
+    if not down.no_quorum:
+        return Disconnected(str(down))
+    waiting = WithoutQuorum(str(down))
+    waiting.no_quorum = down.no_quorum
+    return waiting
 
 
 def patience_s(timeout_s: float) -> float:

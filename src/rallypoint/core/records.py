@@ -17,6 +17,7 @@ from rallypoint.errors import StoreError, WithFields
 
 __all__ = [
     "LATER",
+    "OUTCOMES",
     "Answer",
     "PopResult",
     "Event",
@@ -70,6 +71,9 @@ class ReplyStatus:
 
 DONE, REFUSED, WAITING = range(3)
 """How a call on a shared object ended: the first element of its packed answer."""
+
+OUTCOMES: dict[int, type[Done] | type[Refused] | type[Waiting]] = {DONE: Done, REFUSED: Refused, WAITING: Waiting}
+"""The outcome of a call, by that element; the others are its fields."""
 
 
 class Swap(NamedTuple):

@@ -6,7 +6,7 @@ On our server it leaves nothing behind once all items are done. On any other sto
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
 from rallypoint.core.limits import MAX_VALUE_BYTES
@@ -30,7 +30,16 @@ from rallypoint.errors import ItemLost, LimitExceeded, MembersMissing, Rallypoin
 from rallypoint.recipes.arguments import name_of
 from rallypoint.recipes.hosting.shared_object import Progress, Recipe, SharedObject
 
-__all__ = ["DEFAULT_DELIVERIES", "DeadLetter", "ItemHolder", "WorkItem", "WorkQueue", "WorkQueueStatus"]
+__all__ = [
+    "DEFAULT_DELIVERIES",
+    "DeadLetter",
+    "ItemHolder",
+    "WorkItem",
+    "WorkQueue",
+    "WorkQueueStatus",
+    "batches_of",
+    "status_of",
+]
 
 DEFAULT_DELIVERIES = 5
 """How often an item is delivered before it becomes a dead letter, unless `put` says otherwise."""
@@ -160,14 +169,8 @@ class WorkQueue(Recipe):
 
     def put_many(self, items: Iterable[str | bytes], max_deliveries: int = DEFAULT_DELIVERIES) -> list[str]:
         """Add items in order, and return their ids. Items are sent in batches; each batch is added as a whole."""
-        if isinstance(items, (str, bytes, bytearray, memoryview)):
-            raise TypeError("put_many takes a list of items; for a single one, use put")
-        if isinstance(max_deliveries, bool) or not isinstance(max_deliveries, int):
-            raise TypeError(f"max_deliveries must be a whole number, not {max_deliveries!r}")
-        if not 1 <= max_deliveries <= MAX_DELIVERIES:
-            raise ValueError(f"max_deliveries must be 1 to {MAX_DELIVERIES:,}, not {max_deliveries:,}")
         ids: list[str] = []
-        for batch in _batches(self._object.name, items):
+        for batch in batches_of(self._object.name, items, max_deliveries):
             ids += self._ask(WorkPut(batch, max_deliveries))
         return ids
 
@@ -188,8 +191,7 @@ class WorkQueue(Recipe):
 
     def status(self) -> WorkQueueStatus:
         """Return how many items are in each state, and who has them."""
-        answer = dict(self._ask(WorkQuery()))
-        return WorkQueueStatus(**{**answer, "holders": tuple(ItemHolder(*holder) for holder in answer["holders"])})
+        return status_of(self._ask(WorkQuery()))
 
     def dead_letters(self) -> Iterator[DeadLetter]:
         """Yield the items that were delivered too often, oldest first; those that die meanwhile are left out."""
@@ -235,8 +237,19 @@ class WorkQueue(Recipe):
         ) from None
 
 
-def _batches(queue: str, items: Iterable[str | bytes]) -> Iterator[list[bytes]]:
-    """Yield items in batches that fit into a request."""
+def status_of(answer: Mapping[str, Any]) -> WorkQueueStatus:
+    """Return the status that a `WorkQuery` was answered with."""
+    return WorkQueueStatus(**{**answer, "holders": tuple(ItemHolder(*holder) for holder in answer["holders"])})
+
+
+def batches_of(queue: str, items: Iterable[str | bytes], max_deliveries: int) -> Iterator[list[bytes]]:
+    """Yield items in batches that fit into a request; raise TypeError, ValueError or LimitExceeded."""
+    if isinstance(items, (str, bytes, bytearray, memoryview)):
+        raise TypeError("put_many takes a list of items; for a single one, use put")
+    if isinstance(max_deliveries, bool) or not isinstance(max_deliveries, int):
+        raise TypeError(f"max_deliveries must be a whole number, not {max_deliveries!r}")
+    if not 1 <= max_deliveries <= MAX_DELIVERIES:
+        raise ValueError(f"max_deliveries must be 1 to {MAX_DELIVERIES:,}, not {max_deliveries:,}")
     batch: list[bytes] = []
     size = 0
     for item in items:

@@ -12,12 +12,12 @@ from typing import Any
 
 from rallypoint.client.blocking.pending_call import IGNORE_ANSWER
 from rallypoint.client.blocking.session import ClientSession
-from rallypoint.client.outage import ServerDown, WithoutQuorum
+from rallypoint.client.outage import ServerDown, disconnected
 from rallypoint.client.routing.route import Route
-from rallypoint.core import ops, records
+from rallypoint.core import ops
 from rallypoint.core.machines import barrier, exchange, lock, membership, rendezvous, work_queue
 from rallypoint.core.machines.machine import Disconnected, Done, Refused, Undo, Waiting
-from rallypoint.core.records import Event, Swap, TimedOut
+from rallypoint.core.records import OUTCOMES, Event, Swap, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.store.base import Backend, Feed
 
@@ -28,13 +28,6 @@ LEAST_TTL_S = 1.0
 
 WINDOW = 512
 """How many requests of a pipeline are in flight at once."""
-
-_OUTCOMES: dict[int, type[Done] | type[Refused] | type[Waiting]] = {
-    records.DONE: Done,
-    records.REFUSED: Refused,
-    records.WAITING: Waiting,
-}
-
 
 _WAITING = (
     barrier.BarrierArrive, barrier.BarrierLeave, exchange.ExchangeGive, lock.LockAcquire, membership.MembershipJoin,
@@ -118,7 +111,7 @@ class NativeBackend(Backend):
         except ServerDown as down:
             if call in self._calls:  # otherwise another thread has undone it
                 self._calls[call] = known or down.sent
-            return _disconnected(down)
+            return disconnected(down)
         if not isinstance(outcome, Waiting):
             self._calls.pop(call, None)
         return outcome
@@ -134,7 +127,7 @@ class NativeBackend(Backend):
     def _outcome(self, told: Any) -> Done | Refused | Waiting:
         self._session.confirm()
         kind, *facts = told
-        return _OUTCOMES[kind](*facts)
+        return OUTCOMES[kind](*facts)
 
     def _lease(self, op: ops.SetLease) -> None:
         if 0 < op.ttl_s < LEAST_TTL_S:
@@ -155,15 +148,6 @@ class NativeBackend(Backend):
 
     def close(self) -> None:
         self._session.close()
-
-
-def _disconnected(down: ServerDown) -> Disconnected:
-    """Return the outcome of a call on a shared object that waits while the server is down."""
-    if not down.no_quorum:
-        return Disconnected(str(down))
-    waiting = WithoutQuorum(str(down))
-    waiting.no_quorum = down.no_quorum
-    return waiting
 
 
 def _wait_s(op: Any) -> float | None:
