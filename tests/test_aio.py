@@ -743,8 +743,8 @@ def test_a_work_queue(server: rallypoint.Server) -> None:
             await queue.join()
             assert await queue.try_take() is None
             assert (await queue.status())[:5] == (0, 0, 1, 1, 0)
-            item = await queue.take() if await queue.put("c") else None
-            assert item is not None
+            await queue.put("c")
+            item = await queue.take()
             with pytest.raises(ZeroDivisionError):
                 async with item:
                     _ = 1 / 0

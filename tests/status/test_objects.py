@@ -7,6 +7,7 @@ from tests.server.fake_log import FakeLog, in_memory
 from tests.status.models import ACQUIRE, GROUP_JOIN, Turned, arrive
 
 from rallypoint.core.machines.barrier import BarrierLeave
+from rallypoint.core.machines.work_queue import WorkPut, WorkTake
 from rallypoint.server.server import StoreServer
 from rallypoint.server.status import objects
 
@@ -67,3 +68,18 @@ async def test_leases_and_counts(server: StoreServer, log: FakeLog | None) -> No
     assert [(one.key, one.owner) for one in status.leases] == [("key", "test")]
     assert (status.role, status.keys, status.leased_keys, status.sessions) == ("server", 1, 1, 1)
     assert status.connections == 1 and status.max_bytes == server.settings.max_memory
+
+
+@in_memory()
+async def test_a_work_queue_shows_who_holds_what(server: StoreServer, log: FakeLog | None) -> None:
+    turned = Turned(server)
+    peer, other = await turned.peer(), await turned.peer()
+    await turned.act(other, b"/w", "bob", WorkTake())
+    (empty,) = turned.status().work_queues
+    assert (empty.ready, empty.taken, empty.waiting, empty.held) == (0, 0, 1, [])
+    await turned.act(peer, b"/w", "ann", WorkPut([b"x", b"y", b"z"], 5))
+    await turned.act(peer, b"/w", "ann", WorkTake())
+    (queue,) = turned.status().work_queues
+    assert (queue.name, queue.ready, queue.taken, queue.dead, queue.done, queue.waiting) == ("w", 1, 2, 0, 0, 0)
+    assert [one.holder for one in queue.held] == ["bob (test)", "ann (test)"]
+    assert all(0 <= one.held_s < 600 for one in queue.held)

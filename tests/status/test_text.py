@@ -10,6 +10,7 @@ from rallypoint.core.run_report import FailureReport, RankReport
 from rallypoint.server.status.model import (
     FollowerStatus,
     GroupStatus,
+    HeldItemStatus,
     LockStatus,
     MeetingStatus,
     NodeStatus,
@@ -18,6 +19,7 @@ from rallypoint.server.status.model import (
     RunStatus,
     ServerStatus,
     StragglerStatus,
+    WorkStatus,
     decode_status,
     encode_status,
 )
@@ -49,6 +51,8 @@ def full(name: str) -> ServerStatus:
                                 last_arrival_s=1.0, withdrawn=[name], reason=name)],
         locks=[LockStatus(name=name, holder=name, held_s=1.0, fence=1, queue=[QueuedStatus(name=name, waited_s=1.0)])],
         groups=[GroupStatus(name=name, size=1, epoch=1, members=[name])],
+        work_queues=[WorkStatus(name=name, ready=1, taken=1, dead=0, done=0, waiting=0, held=[
+            HeldItemStatus(holder=name, item="1-1", held_s=1.0)])],
         stragglers=[StragglerStatus(kind="barrier", name=name, member=name, rounds=2, times_last=1, late_s=1.0,
                                     worst_s=1.0)],
         rounds=[PastRound(run=name, round=1, nodes=2, reason=name, formed_s=9.0, lasted_s=4.0, over=name)],

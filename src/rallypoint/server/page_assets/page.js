@@ -141,12 +141,18 @@
     return [el("b", "lock " + ofRun(one)), ": held by " + one.holder + " for ", age(one.held_s),
       one.queue.length ? ["; " + (one.queue.length + one.more_queued) + " waiting: ", ...queue] : ""].flat();
   }
+  function drawWorkQueue(one) {
+    const held = one.held.slice(0, 20).flatMap((item, at) => [at ? ", " : "; held: ", item.item + " by " + item.holder + " for ", age(item.held_s)]);
+    return [el("b", "work queue " + ofRun(one)), ": " + one.ready + " ready, " + one.taken + " taken, ",
+      one.dead ? el("b.bad", one.dead + " dead") : "0 dead", ", " + one.done + " done, " + one.waiting + " waiting", ...held];
+  }
   function waiting(model) {
     const groups = (one) => [el("b", "group " + ofRun(one)), ": " + plural(one.size, "member") + ": " +
       listed(one.members.slice(0, 20), one.size - Math.min(20, one.members.length))];
-    const all = [...model.meetings.map(drawMeeting), ...model.locks.map(drawLock), ...model.groups.map(groups)];
-    const more = model.more_meetings + model.more_locks + model.more_groups;
-    return all.length ? [el("h2", "Barriers, exchanges, locks, groups"),
+    const all = [...model.meetings.map(drawMeeting), ...model.locks.map(drawLock), ...model.groups.map(groups),
+      ...model.work_queues.map(drawWorkQueue)];
+    const more = model.more_meetings + model.more_locks + model.more_groups + model.more_work_queues;
+    return all.length ? [el("h2", "Barriers, exchanges, locks, groups, work queues"),
       el("section.card", rows(all, (one) => one), more ? el("p.soft", "and " + more + " more") : "")] : [];
   }
   function stragglers(model) {
@@ -206,11 +212,11 @@
   function show(model) {
     document.getElementById("static").hidden = true;
     document.getElementById("live").hidden = false;
-    const { runs, meetings, locks, groups, rounds, failures } = model;
+    const { runs, meetings, locks, groups, work_queues, rounds, failures } = model;
     draw("summary", [model.role, model.leader, model.upstream, model.trouble, model.pid, model.storage.disk_full], () => summary(model));
     draw("runs", [runs, model.more_runs], () => [...runs.map(drawRun),
       ...(model.more_runs ? [el("p", "and " + model.more_runs + " more runs")] : [])]);
-    draw("waiting", [meetings, locks, groups], () => waiting(model));
+    draw("waiting", [meetings, locks, groups, work_queues], () => waiting(model));
     draw("stragglers", model.stragglers.map((one) => [one, one.late_s]), () => stragglers(model));
     draw("history", [rounds, failures], () => history(model));
     draw("server", [model.connections, model.sessions, model.bytes, model.keys, model.waiting, model.leased_keys,

@@ -165,6 +165,13 @@ def _objects(status: ServerStatus, by_member: bool) -> Iterator[Family]:
     yield "rallypoint_locks_held", "gauge", "Locks that are held.", _one(len(status.locks) + status.more_locks)
     queued = sum(len(lock.queue) + lock.more_queued for lock in status.locks)
     yield "rallypoint_lock_waiters", "gauge", "Processes that wait for locks.", _one(queued)
+    queues = status.work_queues
+    yield (
+        "rallypoint_work_items",
+        "gauge",
+        "Items of the work queues that are listed.",
+        [((("state", state),), sum(getattr(queue, state) for queue in queues)) for state in ("ready", "taken", "dead")],
+    )
     late: Counter[Labels] = Counter()
     times: Counter[Labels] = Counter()
     for one in status.stragglers:

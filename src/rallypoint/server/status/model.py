@@ -17,6 +17,7 @@ from rallypoint.core.run_report import FailureReport, RankReport
 __all__ = [
     "FollowerStatus",
     "GroupStatus",
+    "HeldItemStatus",
     "LeaseStatus",
     "LockStatus",
     "MeetingStatus",
@@ -27,6 +28,7 @@ __all__ = [
     "RunStatus",
     "ServerStatus",
     "StragglerStatus",
+    "WorkStatus",
     "decode_status",
     "encode_status",
 ]
@@ -151,6 +153,27 @@ class GroupStatus(Struct, kw_only=True):
     more_members: int = 0
 
 
+class HeldItemStatus(Struct, kw_only=True):
+    """An item of a work queue, and who has it; `held_s` is up to 10 s too long if its taker had waited for it."""
+
+    holder: str
+    item: str
+    held_s: float
+
+
+class WorkStatus(Struct, kw_only=True):
+    """A work queue that has items, or takers that wait; `held` lists the items that were taken first."""
+
+    name: str
+    run: str = ""
+    ready: int
+    taken: int
+    dead: int
+    done: int
+    waiting: int
+    held: list[HeldItemStatus] = []
+
+
 class LeaseStatus(Struct, kw_only=True):
     """A key that goes with the session of its owner."""
 
@@ -268,6 +291,8 @@ class ServerStatus(Struct, kw_only=True):
     more_locks: int = 0
     groups: list[GroupStatus] = []
     more_groups: int = 0
+    work_queues: list[WorkStatus] = []
+    more_work_queues: int = 0
     leases: list[LeaseStatus] = []
     stragglers: list[StragglerStatus] = []
     rounds: list[PastRound] = []

@@ -1,4 +1,4 @@
-"""The part of the model about shared objects: barriers and exchanges, locks, groups.
+"""The part of the model about shared objects: barriers and exchanges, locks, groups, work queues.
 
 `describe_objects` is a generator: between two objects it yields, so that its caller can let the event loop run.
 """
@@ -13,8 +13,17 @@ from rallypoint.core.machines.exchange import ExchangeMachine
 from rallypoint.core.machines.lock import LockMachine
 from rallypoint.core.machines.machine import Call
 from rallypoint.core.machines.membership import MembershipMachine
+from rallypoint.core.machines.work_queue import WorkQueueMachine
 from rallypoint.core.state import Namespace
-from rallypoint.server.status.model import GroupStatus, LockStatus, MeetingStatus, QueuedStatus, ServerStatus
+from rallypoint.server.status.model import (
+    GroupStatus,
+    HeldItemStatus,
+    LockStatus,
+    MeetingStatus,
+    QueuedStatus,
+    ServerStatus,
+    WorkStatus,
+)
 from rallypoint.server.status.reports import shown_name
 from rallypoint.server.status.wait_times import WaitTimes
 
@@ -58,6 +67,11 @@ def describe_objects(status: ServerStatus, namespace: Namespace, times: WaitTime
                 status.more_groups += 1
                 continue
             status.groups.append(_group(namespace, name, machine))
+        elif isinstance(machine, WorkQueueMachine) and not machine.idle:
+            if len(status.work_queues) >= MAX_LISTED:
+                status.more_work_queues += 1
+                continue
+            status.work_queues.append(_work_queue(namespace, name, machine, times))
         yield
 
 
@@ -140,4 +154,24 @@ def _group(namespace: Namespace, name: bytes, machine: MembershipMachine) -> Gro
         epoch=machine.epoch,
         members=[str(member.call) for member in islice(machine.members.values(), MAX_NAMES)],
         more_members=max(0, len(machine.members) - MAX_NAMES),
+    )
+
+
+def _work_queue(namespace: Namespace, name: bytes, machine: WorkQueueMachine, times: WaitTimes) -> WorkStatus:
+    return WorkStatus(
+        name=shown_name(name),
+        run=namespace.name,
+        ready=len(machine.ready),
+        taken=len(machine.taken),
+        dead=len(machine.dead),
+        done=machine.done,
+        waiting=len(machine.waiting),
+        held=[
+            HeldItemStatus(
+                holder=str(taken.call),
+                item=taken.item.id,
+                held_s=round(times.since(namespace.id, WorkQueueMachine, name, taken.call), 3),
+            )
+            for taken in islice(machine.taken.values(), MAX_NAMES)
+        ],
     )

@@ -10,7 +10,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from rallypoint.core.run_report import FailureReport, RankReport
-from rallypoint.server.status.model import LockStatus, MeetingStatus, NodeStatus, RunStatus, ServerStatus
+from rallypoint.server.status.model import LockStatus, MeetingStatus, NodeStatus, RunStatus, ServerStatus, WorkStatus
 from rallypoint.text import printable
 
 __all__ = ["duration", "fold_ranks", "render_text", "size_text"]
@@ -47,7 +47,7 @@ def _lines(status: ServerStatus) -> Iterator[str]:
         yield from _run(run)
     if status.more_runs:
         yield f"and {status.more_runs} more runs"
-    if status.meetings or status.locks or status.groups:
+    if status.meetings or status.locks or status.groups or status.work_queues:
         yield ""
     yield from map(_meeting, status.meetings)
     if status.more_meetings:
@@ -58,6 +58,9 @@ def _lines(status: ServerStatus) -> Iterator[str]:
     for group in status.groups:
         names = _names(group.members, group.more_members)
         yield f"group {_named(group.name, group.run)}: {_count(group.size, 'member')}: {names}"
+    yield from map(_work_queue, status.work_queues)
+    if status.more_work_queues:
+        yield f"and {status.more_work_queues} more work queues"
     yield from _past(status)
 
 
@@ -194,6 +197,14 @@ def _lock(lock: LockStatus) -> str:
     queue = [f"{one.name} for {duration(one.waited_s)}" for one in lock.queue]
     waiting = f"; {len(queue) + lock.more_queued} waiting: {_names(queue, lock.more_queued)}" if queue else ""
     return f"lock {_named(lock.name, lock.run)}: held by {lock.holder} for {duration(lock.held_s)}{waiting}"
+
+
+def _work_queue(queue: WorkStatus) -> str:
+    counts = f"{queue.ready} ready, {queue.taken} taken, {queue.dead} dead, {queue.done} done, {queue.waiting} waiting"
+    held = [f"{one.item} by {one.holder} for {duration(one.held_s)}" for one in queue.held]
+    return f"work queue {_named(queue.name, queue.run)}: {counts}" + (
+        f"; held: {_names(held, queue.taken - len(held))}" if held else ""
+    )
 
 
 def _past(status: ServerStatus) -> Iterator[str]:

@@ -21,6 +21,7 @@ from rallypoint.core.machines.lock import LockAcquire, LockMachine
 from rallypoint.core.machines.machine import Call, Done, Machine, Undo
 from rallypoint.core.machines.membership import MembershipJoin
 from rallypoint.core.machines.rendezvous import RendezvousJoin
+from rallypoint.core.machines.work_queue import WorkQueueMachine, WorkTake
 from rallypoint.core.session import Session
 from rallypoint.server.status.stragglers import MeetingKey, StragglerTable
 
@@ -35,7 +36,7 @@ MAX_OBJECTS = 4096
 SLACK = 64
 """Entries of calls that are over, besides as many as there are others, before they go."""
 
-_TRACKED = frozenset((LockAcquire, MembershipJoin, RendezvousJoin))
+_TRACKED = frozenset((LockAcquire, MembershipJoin, RendezvousJoin, WorkTake))
 """Commands besides arrivals that begin something: a hold, a membership."""
 
 _Key = tuple[int, type[Machine], bytes]
@@ -163,6 +164,8 @@ class WaitTimes:
             return
         times = self._objects.get(key) or self._add(key)
         started = times.started
+        if isinstance(machine, WorkQueueMachine):  # a taker that waits asks again and again: its item is newer
+            started.pop((session.tag, op.call), None)
         started.setdefault((session.tag, op.call), self._clock())
         if len(started) > times.limit:
             times.started = {call: at for call, at in started.items() if machine.holds(f"{call[0]}/{call[1]}")}
