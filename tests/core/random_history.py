@@ -149,7 +149,7 @@ class History:
         self._start()  # the restart detaches the remaining owners, in an order that must be deterministic
         self.save()
         for namespace in self.state.namespaces.values():
-            while namespace.engine.has_read_work:
+            while namespace.engine.read_work:
                 namespace.engine.continue_reads()
             self.state.settle(namespace.engine)
         self.state.outputs.clear()

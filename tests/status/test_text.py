@@ -9,19 +9,21 @@ import pytest
 from rallypoint.core.run_report import FailureReport, RankReport
 from rallypoint.server.status.model import (
     FollowerStatus,
+    NodeStatus,
+    PastRound,
+    RunStatus,
+    ServerStatus,
+    StragglerStatus,
+    decode_status,
+    encode_status,
+)
+from rallypoint.server.status.object_model import (
     GroupStatus,
     HeldItemStatus,
     LockStatus,
     MeetingStatus,
-    NodeStatus,
-    PastRound,
     QueuedStatus,
-    RunStatus,
-    ServerStatus,
-    StragglerStatus,
     WorkStatus,
-    decode_status,
-    encode_status,
 )
 from rallypoint.server.status.text import duration, fold_ranks, render_text, size_text
 

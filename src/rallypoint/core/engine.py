@@ -134,9 +134,7 @@ class Engine:
         """The keys of `_waiting` with waits for an item, or that had some."""
 
         self._reads: dict[bytes, dict[Waiter, None]] = {}  # the same for reads, which are not part of the state
-        self.read_work: deque[WokenReads | dict[Any, None]] = deque()
-        """Reads that `continue_reads` is to answer, or, of owners that have ended, to drop."""
-
+        self.read_work: deque[WokenReads | dict[Any, None]] = deque()  # for `continue_reads` to answer, or to drop
         self._barriers: dict[bytes, dict[int, dict[Waiter, None]]] = {}
         self._turns: dict[bytes, dict[Turn, None]] = {}
         self._watches = WatchTable()

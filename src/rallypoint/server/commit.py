@@ -251,8 +251,7 @@ class CommitQueue:
     def _no_room(self, items: list[Item], error: StoreError) -> None:
         """Refuse requests and run reads, in order; commit the entries that must not be refused into the reserve.
 
-        Reads of a client behind such an entry wait for it. If reads must be confirmed, the refused commit was their
-        confirmation: they wait for another.
+        Reads of a client behind such an entry wait for it, and those that this commit was to confirm, for another.
         """
         self._note_full(error)
         last, again, unconfirmed = self._urgent, list[Item](), list[Item]()

@@ -41,7 +41,7 @@ EXIT = "exit"
 PARENT_POLL_S = 0.5
 
 
-class AgentSettings(msgspec.Struct):
+class CallSettings(msgspec.Struct):
     """The settings of this process: the caller, its directory, and the pipe for events."""
 
     parent_pid: int
@@ -51,7 +51,7 @@ class AgentSettings(msgspec.Struct):
 
 def main() -> None:
     """Run the job; the exit code is that of `rallypoint run`."""
-    settings = msgspec.json.decode(standard_streams.read_settings(), type=AgentSettings)
+    settings = msgspec.json.decode(standard_streams.read_settings(), type=CallSettings)
     standard_streams.fill()
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # that of the caller's thread
     directory, pipe = Path(settings.directory), settings.ready_fd

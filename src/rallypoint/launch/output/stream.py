@@ -225,8 +225,7 @@ class Stream:
 
     def _lose_file(self) -> None:
         """Continue without the file, as when its disk is full: the worker must not block."""
-        os.close(self._file)
-        self._file = -1
+        self._close_file()
         if self._console is not None:
             lost = f"rallypoint: cannot write {self._path}; further output goes to the console only\n"
             self._console.write(self._console, b"", lost.encode())
@@ -234,7 +233,12 @@ class Stream:
     def _close(self) -> None:
         os.close(self.reader)
         if self._file >= 0:
+            self._close_file()
+
+    def _close_file(self) -> None:
+        with contextlib.suppress(OSError):  # a network file system may report late that its disk is full
             os.close(self._file)
+        self._file = -1
 
 
 def _pipe() -> tuple[int, int]:

@@ -15,13 +15,13 @@ from rallypoint.core.machines.machine import Call
 from rallypoint.core.machines.membership import MembershipMachine
 from rallypoint.core.machines.work_queue import WorkQueueMachine
 from rallypoint.core.state import Namespace
-from rallypoint.server.status.model import (
+from rallypoint.server.status.model import ServerStatus
+from rallypoint.server.status.object_model import (
     GroupStatus,
     HeldItemStatus,
     LockStatus,
     MeetingStatus,
     QueuedStatus,
-    ServerStatus,
     WorkStatus,
 )
 from rallypoint.server.status.reports import shown_name

@@ -10,7 +10,8 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
 from rallypoint.core.run_report import FailureReport, RankReport
-from rallypoint.server.status.model import LockStatus, MeetingStatus, NodeStatus, RunStatus, ServerStatus, WorkStatus
+from rallypoint.server.status.model import NodeStatus, RunStatus, ServerStatus
+from rallypoint.server.status.object_model import LockStatus, MeetingStatus, WorkStatus
 from rallypoint.text import printable
 
 __all__ = ["duration", "fold_ranks", "render_text", "size_text"]
