@@ -20,7 +20,7 @@ from tests.cutting_proxy import DOWN, CuttingProxy
 from tests.outage_log import DEADLINE_S, await_waiting, until
 
 import rallypoint
-from rallypoint.client.blocking import monitor
+from rallypoint.client.blocking import monitor, pending_call
 from rallypoint.client.blocking.socket_reader import SocketReader
 from rallypoint.client.blocking.supervisor import ConnectionSupervisor
 from rallypoint.core.records import ReplyStatus
@@ -92,6 +92,17 @@ def test_a_reader_does_not_wait_for_a_thread_that_sends(server: rallypoint.Serve
         finally:
             sending.release()
         assert lone.result(DEADLINE_S) == 1
+
+
+def test_the_main_thread_sleeps_in_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that arrives right before it sleeps does not wake it."""
+    monkeypatch.setattr(pending_call, "SLICE_S", 0.01)
+    call = pending_call.PendingCall()
+    call.wakeup = threading.Lock()
+    call.wakeup.acquire()
+    before = time.monotonic()
+    call.wait(DEADLINE_S)
+    assert time.monotonic() < before + DEADLINE_S
 
 
 def test_a_cut_wakes_a_thread_that_sends(store: rallypoint.Store) -> None:

@@ -20,6 +20,7 @@ import rallypoint
 from rallypoint.launch.events import Events
 from rallypoint.launch.stores.interruptible_store import interruptible_view
 from rallypoint.launch.wakeup_pipe import Signalled, WakeupPipe
+from rallypoint.readiness import wait_readable
 from rallypoint.recipes.rendezvous import Rendezvous
 
 
@@ -51,6 +52,13 @@ def descriptors(name: str) -> int:
 
 
 # The window
+
+
+def test_a_signal_wakes_the_agent_before_its_handler_runs(wakeup: WakeupPipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler runs between two instructions: not while the agent sleeps, and perhaps it is just about to."""
+    monkeypatch.setattr(wakeup, "wake", lambda: None)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert wait_readable(wakeup, timeout_s=AMPLE_S) and wakeup.signals == ["SIGUSR1"]
 
 
 def test_a_request_ends_with_a_signal_and_after_one_has_a_moment(wakeup: WakeupPipe) -> None:

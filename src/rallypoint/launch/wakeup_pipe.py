@@ -98,10 +98,14 @@ class WakeupPipe:
         numbers = [getattr(signal, name) for name in dict.fromkeys((*self._ending, *FORWARDED, "SIGALRM"))]
         if signal.SIGHUP in numbers and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # set by nohup
             numbers.remove(signal.SIGHUP)
+        # The kernel's handler writes, too: a signal right before `select` sleeps would not wake it otherwise, and the
+        # Python handler would run only when something else does.
+        former = signal.set_wakeup_fd(self._write_end, warn_on_full_buffer=False)
         before = {number: signal.signal(number, self._handle) for number in numbers}
         try:
             yield
         finally:
+            signal.set_wakeup_fd(former)
             for number, handler in before.items():
                 signal.signal(number, handler)
 

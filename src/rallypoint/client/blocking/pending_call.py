@@ -12,6 +12,10 @@ from rallypoint.protocol.native_client import Reply
 
 __all__ = ["IGNORE_ANSWER", "PendingCall"]
 
+SLICE_S = 1.0
+"""The longest single wait of the main thread. Python runs signal handlers there, but a signal that arrives right before
+the thread sleeps does not wake it: Ctrl-C would be noticed at the end of the wait."""
+
 IGNORE_ANSWER = 0
 """For a request to be executed even if no caller is left for its reply."""
 
@@ -38,6 +42,7 @@ class PendingCall:
                 self.wakeup.release()
 
     def wait(self, timeout_s: float) -> None:
-        """Sleep until woken; the waiting thread has created `wakeup` before it checked for answers."""
+        """Sleep until woken, or for a slice; the waiting thread has created `wakeup` before it checked for answers."""
         assert self.wakeup is not None
-        self.wakeup.acquire(timeout=min(timeout_s, threading.TIMEOUT_MAX))
+        longest_s = SLICE_S if threading.current_thread() is threading.main_thread() else threading.TIMEOUT_MAX
+        self.wakeup.acquire(timeout=min(timeout_s, longest_s))
