@@ -150,11 +150,15 @@ def test_the_token_is_on_no_page(job: Job) -> None:
             assert text and job.token not in text
 
 
-def test_the_token_is_in_no_file(job: Job) -> None:
-    """Of the run's own directory, where its output may be kept; but for the file that was given."""
+def test_the_token_is_in_no_file_that_others_can_read(job: Job) -> None:
+    """Of the run's own directory, where its output may be kept: but for the file that was given, it is only where
+    `rallypoint runs` of the same user finds a token that the agent made, and goes with the agent."""
     where = Path(os.readlink(f"/proc/{job.node.child.pid}/cwd"))
     found = [path for path in where.rglob("*") if path.is_file() and job.token in path.read_text(errors="replace")]
-    assert found in ([], [where / "token"])
+    made = list(where.glob(f"rallypoint-{os.getuid()}/*/token"))
+    assert found in ([], [where / "token"], made)
+    for path in made:
+        assert not path.stat().st_mode & 0o077 and not path.parent.stat().st_mode & 0o077
 
 
 @pytest.mark.needs("torch")

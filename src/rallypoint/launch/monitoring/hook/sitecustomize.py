@@ -51,6 +51,7 @@ def _answer_in_python(number, stacks):  # type: (int, int) -> None
     import os
 
     write, current_frames, main = os.write, sys._current_frames, __import__("_thread").get_ident()
+    own = _answer_in_python.__code__.co_filename
 
     def answer(*_):  # type: (object) -> None
         try:
@@ -58,6 +59,8 @@ def _answer_in_python(number, stacks):  # type: (int, int) -> None
             for thread, top in sorted(current_frames().items(), key=lambda item: item[0] == main)[-MAX_THREADS:]:
                 lines.append("Thread " + hex(thread) + " (most recent call first):")
                 frame, depth = top if thread != main else top.f_back, 0  # that of the main thread is this one
+                while thread == main and frame is not None and frame.f_code.co_filename == own:
+                    frame = frame.f_back  # this function, if it has interrupted itself
                 while frame is not None and depth < MAX_DEPTH:
                     code = frame.f_code
                     line = str(frame.f_lineno or 0)
