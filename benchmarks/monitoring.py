@@ -49,6 +49,8 @@ LAUNCHED = {
     "RALLYPOINT_URL": "memory://",
     "RALLYPOINT_RUN": "bench",
     "RALLYPOINT_NODE": "bench",
+    "RALLYPOINT_NODE_ADDR": "127.0.0.1",
+    "RALLYPOINT_RANK0_ADDR": "127.0.0.1",
 }
 
 
