@@ -14,7 +14,6 @@ import contextlib
 import json
 import signal
 import sys
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,6 +35,9 @@ __all__ = ["run_function"]
 
 CLOSE_S = 15.0
 """How long an agent may take to end, beyond the grace period of its workers, before it is killed."""
+
+SLICE_S = 1.0
+"""The longest single wait."""
 
 
 def run_function(
@@ -97,7 +99,7 @@ def _wait(run: FunctionRun, deadline: Deadline | None, options: LaunchOptions) -
         try:
             if interrupted is None:
                 run.start()
-                if run.ended.wait(None if deadline is None else min(deadline.remaining(), threading.TIMEOUT_MAX)):
+                if _has_ended(run, deadline):
                     return None
                 late = [rank for rank in range(options.workers) if not has_result(run.directory, rank)]
             run.stop(signal.SIGINT if isinstance(interrupted, KeyboardInterrupt) else signal.SIGTERM)
@@ -110,6 +112,17 @@ def _wait(run: FunctionRun, deadline: Deadline | None, options: LaunchOptions) -
     if interrupted is not None:
         raise interrupted
     return late
+
+
+def _has_ended(run: FunctionRun, deadline: Deadline | None) -> bool:
+    """Wait until the run has ended, or until the deadline; return whether it has.
+
+    In slices: a signal that arrives right before the main thread sleeps does not wake it.
+    """
+    while not run.ended.wait(SLICE_S if deadline is None else min(deadline.remaining(), SLICE_S)):
+        if deadline is not None and deadline.expired():
+            return False
+    return True
 
 
 def _close(run: FunctionRun) -> None:
