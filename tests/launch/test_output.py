@@ -277,6 +277,25 @@ def test_a_disk_that_is_full_does_not_stop_the_worker(screen: Screen) -> None:
     assert shown.endswith(b"[a:0] last\n")
 
 
+def test_a_file_whose_close_fails_ends_no_output(
+    screen: Screen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A network file system may report only then that its disk is full."""
+    path, close, failed = tmp_path / "stdout.log", os.close, list[int]()
+
+    def closing(descriptor: int) -> None:
+        is_file = os.path.realpath(f"/proc/self/fd/{descriptor}") == str(path)
+        close(descriptor)
+        if is_file and threading.current_thread().name == "output pump":
+            failed.append(descriptor)
+            raise OSError(122, "Disk quota exceeded")
+
+    monkeypatch.setattr(os, "close", closing)
+    run(screen.pump.open("a:0", OutputRoute(True, path), SHOWN), "print('first')")
+    run(screen.pump.open("a:1", SHOWN, SHOWN), "print('second')")
+    assert screen.close()[0] == b"[a:0] first\n[a:1] second\n" and failed
+
+
 # The end
 
 
