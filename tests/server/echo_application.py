@@ -9,7 +9,7 @@ from rallypoint.server.admission import Admission
 from rallypoint.server.connections.connection import Connection, ProtocolHandler
 from rallypoint.server.connections.greeting import PeerProtocol, Redirect
 from rallypoint.server.connections.limits import ConnectionLimit
-from rallypoint.server.http_site import HttpSite, about
+from rallypoint.server.http_site import HttpSite, ServerStatistics, about
 from rallypoint.server.listener import Listener
 from rallypoint.server.settings import Settings
 
@@ -38,7 +38,7 @@ class EchoApplication:
 
     def __init__(self, limit: ConnectionLimit | None = None, **settings: Any) -> None:
         self.listener = Listener(Settings(**settings), self, Admission(), limit)
-        self.site = HttpSite(about, lambda in_full: "well", lambda listed: {})
+        self.site = HttpSite(about, lambda in_full: "well", lambda: ServerStatistics({}, iter(()), iter(())))
         self.asked: list[PeerProtocol] = []
         self.answers: dict[PeerProtocol, ProtocolHandler | Redirect | BadMessage | None] = {}
 

@@ -120,10 +120,19 @@ def crowd(count: int) -> StoreServer:
 
 
 def test_the_statistics_list_a_limited_number_of_clients_and_count_the_rest() -> None:
-    facts = crowd(LISTED + 5).statistics()
-    assert (len(facts["clients"]), facts["more_clients"]) == (LISTED, 5)
+    facts, clients, sessions = crowd(LISTED + 5).statistics()
+    assert (len(list(clients)), facts["more_clients"]) == (LISTED, 5)
     assert facts["connections"] == LISTED + 5
-    assert (facts["sessions"], facts["more_sessions"]) == ([], 0)
+    assert (list(sessions), facts["more_sessions"]) == ([], 0)
+
+
+def test_the_statistics_are_written_in_steps_between_which_others_are_served() -> None:
+    written: list[bytes] = []
+    steps = crowd(LISTED).statistics().encode(written.append)
+    assert sum(1 for _ in steps) == LISTED, "one step for each client"
+    facts = json.loads(written[0])
+    assert len(facts["clients"]) == LISTED == facts["connections"]
+    assert facts["sessions"] == [] and {"10.0.0.1:0", "10.0.0.1:7"} <= {client["peer"] for client in facts["clients"]}
 
 
 def test_the_statistics_of_a_real_server(tmp_path: Path) -> None:

@@ -179,7 +179,7 @@ async def test_new_sessions_are_refused_with_the_reason(server: StoreServer, log
     assert await here.asked(ops.Get(2, b"/k", 0.0)) == [b"v"], "nothing waits behind them"
     here.asks(ops.Set(3, b"/k", b"w"))
     assert (await here.reads())[1] == ReplyStatus.ERROR
-    assert server.statistics()["refused_sessions"] == 0, "that is the limit on sessions"
+    assert server.statistics().facts["refused_sessions"] == 0, "that is the limit on sessions"
     log.error = None
     assert (await native_peer(server)).session
 
@@ -282,15 +282,15 @@ async def test_a_client_whose_hello_is_being_committed_is_not_dropped_as_silent(
 @on_log
 async def test_statistics_and_health_say_that_the_disk_is_full(server: StoreServer, log: FakeLog) -> None:
     peer = await native_peer(server)
-    assert server.health() == "ok" and server.statistics()["storage"]["disk_full"] is False
+    assert server.health() == "ok" and server.statistics().facts["storage"]["disk_full"] is False
     log.error = disk_full()
     peer.asks(ops.Set(1, b"/k", b"v"))
     await peer.reads()
     assert server.health() == "ok, but the disk is full: changes are refused"
-    assert server.statistics()["storage"]["disk_full"] is True
+    assert server.statistics().facts["storage"]["disk_full"] is True
     log.error = None
     await peer.asked(ops.Set(2, b"/k", b"v"))
-    assert server.health() == "ok" and server.statistics()["storage"]["disk_full"] is False
+    assert server.health() == "ok" and server.statistics().facts["storage"]["disk_full"] is False
 
 
 @pytest.mark.parametrize("reserve", [True, False])

@@ -202,7 +202,7 @@ async def test_a_hello_names_the_namespace_of_a_round(server: StoreServer, log: 
     assert await everybody.asked(ops.Peek(2, b"/k")) == b"everybody's"
     found = server.state.namespace_of("job")
     assert found is not None and (found.scope, found.number) == (7, 3)
-    assert server.statistics()["rounds"] == 1
+    assert server.statistics().facts["rounds"] == 1
     peer = await plain(server, hello(run="job", scope=7))
     assert (await peer.reads())[1] == ReplyStatus.OK
     assert await peer.asked(ops.Peek(1, b"/k")) == b"round's", "without channels, too"
@@ -283,7 +283,7 @@ async def test_namespaces_outlive_a_restart(server: StoreServer, log: FakeLog) -
     restarted = StoreServer(Settings(), FakeLog(log.records))
     await restarted.open(net.listen(["127.0.0.1"], 0))
     expected = {"round": 3, "scope": 1, "sessions": 1, "keys": 1}
-    assert restarted.statistics()["namespaces"] == {"job": expected}
+    assert restarted.statistics().facts["namespaces"] == {"job": expected}
     back = await client(restarted)
     assert (await back.greets(ID, run="job", scope=1))[4] is True
     assert await back.asked(ops.Peek(2, b"/k")) == b"v"

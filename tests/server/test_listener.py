@@ -72,7 +72,7 @@ def test_it_listens_on_unix_sockets_too(tmp_path: Path) -> None:
             reader, writer = await asyncio.wait_for(asyncio.open_unix_connection(path), AMPLE_S)
             writer.write(hello(7))
             assert await asyncio.wait_for(reader.readexactly(len(hello(7))), AMPLE_S) == hello(7)
-            (client,) = served.listener.describe(10)
+            (client,) = served.listener.clients(10)
             assert client["peer"] == "unix socket"
             writer.close()
             await served.listener.close()

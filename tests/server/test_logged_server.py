@@ -329,7 +329,7 @@ async def test_of_two_uncommitted_hellos_the_one_over_the_limit_is_refused(serve
     await log.flow()
     assert (await first.reads())[1] == ReplyStatus.OK
     assert (await second.reads())[1] == ReplyStatus.REFUSED
-    assert server.statistics()["refused_sessions"] == 1
+    assert server.statistics().facts["refused_sessions"] == 1
 
 
 @on_log
@@ -370,12 +370,12 @@ async def test_the_server_stops_reading_from_a_client_while_the_log_stalls(serve
         assert number <= MAX_QUEUED_BYTES // 10_000 + 1, "the server never stops reading"
         await asyncio.sleep(0)
     assert number * 10_000 > MAX_QUEUED_BYTES // 2
-    assert server.statistics()["bytes"] > MAX_QUEUED_BYTES // 2, "the bytes are counted"
+    assert server.statistics().facts["bytes"] > MAX_QUEUED_BYTES // 2, "the bytes are counted"
     await log.flow()
     assert not peer.stopped and len(await next_replies(peer, number)) == number
     assert len(value_of(server, b"/k") or b"") == number * 10_000
     await peer.asked(ops.Delete(number + 1, b"/k"))
-    assert server.statistics()["bytes"] < 100_000
+    assert server.statistics().facts["bytes"] < 100_000
 
 
 @on_log

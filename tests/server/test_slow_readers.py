@@ -84,13 +84,13 @@ async def test_reads_behind_a_change_wait_for_a_native_peer_to_read(server: Stor
     await log.flow()
     assert peer.most < MOST and peer.stopped and not peer.closing
     assert server.state.namespaces[0].engine.execute(ops.Peek(0, b"/n")) == b"2", "changes do not wait"
-    held = server.statistics()["bytes"] - MIB
+    held = server.statistics().facts["bytes"] - MIB
     assert 300 * 100 < held < MOST + MIB, "waiting requests are counted; their replies are not made yet"
     replies = dict([(await peer.reads())[::2] for _ in range(302)])
     assert replies == {1: 1, 302: 2, **{number: [LARGE] for number in range(2, 302)}}
     assert peer.most < MOST and not peer.stopped
     assert await peer.asked(ops.Ping(303)) is None
-    assert server.statistics()["bytes"] < 2 * MIB
+    assert server.statistics().facts["bytes"] < 2 * MIB
 
 
 @on_log
@@ -191,7 +191,7 @@ async def test_a_peer_that_hangs_up_leaves_nothing_to_be_sent(server: StoreServe
     native.hangs_up()
     other.hangs_up()
     await settle()
-    assert server.statistics()["bytes"] < 2 * MIB
+    assert server.statistics().facts["bytes"] < 2 * MIB
     again = await ours(server, native.session)
     assert await again.asked(ops.Add(1, b"/n", 1)) == 1, "its answers are kept"
     assert await again.asked(ops.Add(102, b"/n", 1)) > 1
@@ -249,11 +249,11 @@ async def test_requests_of_disconnected_clients_that_wait_for_the_disk_are_bound
         peer.says(encode(Opcode.SET, b"/k%d" % (number % 2), value))
         peer.hangs_up()
         await settle()
-    held = server.statistics()["bytes"]
+    held = server.statistics().facts["bytes"]
     assert RESERVE_BYTES < held < RESERVE_BYTES + 3 * len(value)
     assert server.log is not None and server.log.crowded
     await log.flow()
-    assert server.statistics()["bytes"] < 3 * len(value)
+    assert server.statistics().facts["bytes"] < 3 * len(value)
 
 
 @pytest.mark.parametrize("kind", [NativePeer, TorchPeer])

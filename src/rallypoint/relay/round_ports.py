@@ -29,7 +29,7 @@ from rallypoint.relay.native_forward import RoundPortName
 from rallypoint.relay.port import RelayPort
 from rallypoint.relay.torch.session import TorchSession
 from rallypoint.security.client_security import ClientSecurity
-from rallypoint.server.http_site import HttpSite, about, statistics
+from rallypoint.server.http_site import HttpSite, ServerStatistics, about, statistics
 from rallypoint.server.round_errors import TooLate, TooMany
 
 if TYPE_CHECKING:
@@ -73,8 +73,8 @@ class RelayRound:
         await self.listener.close()
         self.session.close(f"round {self.name.scope} of {self.name.run!r} was closed at this relay")
 
-    def _statistics(self, listed: int) -> dict[str, Any]:
-        return statistics(self.listener, about(), {**self._upstream.statistics(), **self.requests}, listed)
+    def _statistics(self) -> ServerStatistics:
+        return statistics(self.listener, about(), {**self._upstream.statistics(), **self.requests})
 
 
 class RelayRounds:

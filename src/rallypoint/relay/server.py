@@ -33,7 +33,7 @@ from rallypoint.relay.upstream.connection import Upstream
 from rallypoint.security.client_security import ClientSecurity
 from rallypoint.security.credentials import OPEN, Credentials
 from rallypoint.server.admission import Admission
-from rallypoint.server.http_site import LISTED, HttpSite, about, statistics
+from rallypoint.server.http_site import HttpSite, ServerStatistics, about, statistics
 from rallypoint.server.round_errors import TooLate, TooMany
 from rallypoint.server.settings import Settings
 from rallypoint.within import within
@@ -164,8 +164,8 @@ class RelayServer:
             self._status = StatusSource(models.build, models.version)
         return self._status
 
-    def statistics(self, listed: int = LISTED) -> dict[str, Any]:
-        """Return the upstream store, the state of the connection, numbers of requests, and up to `listed` clients."""
+    def statistics(self) -> ServerStatistics:
+        """Return the upstream store, the state of the connection, numbers of requests, and the clients."""
         sessions = [self.port.session, *self.rounds.sessions]
         facts = {
             "engine": self.upstream.label,
@@ -177,4 +177,4 @@ class RelayServer:
             "rounds": len(self.rounds.sessions),
             "round_ports": self.rounds.statistics(),
         }
-        return statistics(self.listener, self.about(), facts, listed)
+        return statistics(self.listener, self.about(), facts)

@@ -27,7 +27,7 @@ class RelayStatus:
         status.upstream = relay.upstream.label
         health = relay.health()
         status.trouble = "" if health == "ok" else health
-        facts = relay.statistics(0)
+        facts = relay.statistics().facts
         status.counters = {name: fact for name, fact in facts.items() if name in _COUNTERS}
         yield
         return status

@@ -33,7 +33,7 @@ from rallypoint.server.admission import NEEDS_TLS
 from rallypoint.server.http_access import HttpRefusal, set_cookie
 from rallypoint.server.http_pages import POLICY, login_page, status_page
 from rallypoint.server.http_rounds import RoundRequests
-from rallypoint.server.http_site import LISTED, HttpResource, HttpSite, json_reply
+from rallypoint.server.http_site import HttpResource, HttpSite, json_reply
 from rallypoint.server.status.event_streams import MAX_WATCHERS, Watcher
 from rallypoint.server.status.metrics import METRICS_TYPE, render_metrics
 
@@ -164,7 +164,8 @@ class HttpHandler:
         if path == b"/about":
             return json_reply(self._site.about())
         if path == b"/statistics":
-            return json_reply(self._site.statistics(LISTED))
+            self._wait(lambda: self._connection.turns.run(self._site.statistics().encode(self._answer_json)))
+            return None
         return self._show(path, query)
 
     def _show(self, path: bytes, query: bytes) -> HttpResource | None:
@@ -253,6 +254,9 @@ class HttpHandler:
         ask()
         if self._waiting:
             self._connection.stall()
+
+    def _answer_json(self, body: bytes) -> None:
+        self._later((200, "application/json", body))
 
     def _later(self, resource: HttpResource) -> None:
         """Answer the pending request, then go on with those behind it."""

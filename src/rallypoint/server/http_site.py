@@ -9,8 +9,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from rallypoint.core.records import show
@@ -19,7 +18,8 @@ if TYPE_CHECKING:
     from rallypoint.server.listener import Listener
     from rallypoint.server.status.source import StatusSource
 
-__all__ = ["LISTED", "CloseRound", "HttpResource", "HttpSite", "OpenRound", "about", "json_reply", "statistics"]
+__all__ = ["LISTED", "CloseRound", "HttpResource", "HttpSite", "OpenRound", "ServerStatistics", "about", "json_reply",
+           "statistics"]  # fmt: skip
 
 LISTED = 10_000
 """Clients, and sessions, listed in the statistics; the rest are only counted."""
@@ -51,6 +51,27 @@ CloseRound = Callable[[str, "int | None", Callable[[bool], None]], None]
 """Closes the round of a run unless its scope is later; calls the function with whether there was one."""
 
 
+class ServerStatistics(NamedTuple):
+    """What `/statistics` shows; entries are made while they are iterated over, for there may be many."""
+
+    facts: dict[str, Any]
+    """Counts and sizes by name; `more_clients` and `more_sessions` count those that are not listed."""
+
+    clients: Iterator[dict[str, Any]]
+    sessions: Iterator[dict[str, Any]]
+
+    def encode(self, done: Callable[[bytes], object]) -> Iterator[None]:
+        """Write the JSON in small steps; the last one calls `done` with it."""
+        parts = [json.dumps(self.facts)[:-1]]
+        for name, entries in (("clients", self.clients), ("sessions", self.sessions)):
+            parts.append(f', "{name}": [')
+            for count, entry in enumerate(entries):
+                parts.append(f"{', ' * (count > 0)}{json.dumps(entry)}")
+                yield
+            parts.append("]")
+        done("".join((*parts, "}")).encode())
+
+
 class HttpSite(NamedTuple):
     """What one server answers to HTTP requests."""
 
@@ -60,8 +81,8 @@ class HttpSite(NamedTuple):
     health: Callable[[bool], str]
     """The reply to a health check, in full or, for peers without access, without addresses."""
 
-    statistics: Callable[[int], dict[str, Any]]
-    """Counts and sizes by name, and so many of the clients and sessions."""
+    statistics: Callable[[], ServerStatistics]
+    """Counts and sizes by name, and the clients and sessions."""
 
     open_round: OpenRound | None = None
     """None: this server opens no ports for rounds."""
@@ -91,15 +112,11 @@ def statistics(
     listener: Listener,
     about: dict[str, Any],
     holdings: dict[str, Any],
-    listed: int,
     sessions: Sequence[Any] = (),
     refused_sessions: int = 0,
-) -> dict[str, Any]:
-    """Return counts and sizes by name, then the connected clients, then the sessions.
-
-    At most `listed` of each are listed; `more_clients` and `more_sessions` count the rest.
-    """
-    return {
+) -> ServerStatistics:
+    """Return counts and sizes by name, the connected clients, and the sessions."""
+    facts = {
         **about,
         "uptime_s": round(time.monotonic() - listener.started_at, 1),
         "connections": listener.connections,
@@ -110,11 +127,10 @@ def statistics(
         **holdings,
         "bytes": listener.memory.total,
         "max_bytes": listener.settings.max_memory,
-        "more_clients": max(0, listener.connections - listed),
-        "more_sessions": max(0, len(sessions) - listed),
-        "clients": listener.describe(listed),
-        "sessions": [_describe(session) for session in islice(sessions, listed)],
+        "more_clients": max(0, listener.connections - LISTED),
+        "more_sessions": max(0, len(sessions) - LISTED),
     }
+    return ServerStatistics(facts, listener.clients(LISTED), map(_describe, sessions[:LISTED]))
 
 
 def _describe(session: Any) -> dict[str, Any]:

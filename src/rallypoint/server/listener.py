@@ -16,7 +16,7 @@ import asyncio
 import logging
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
@@ -87,9 +87,10 @@ class Listener:
         """Return the handlers of all connections."""
         return [one.handler for one in self._connections]
 
-    def describe(self, listed: int) -> list[dict[str, Any]]:
-        """Return the entries of the first `listed` connections in the statistics."""
-        return [connection.describe() for connection in islice(self._connections, listed)]
+    def clients(self, listed: int) -> Iterator[dict[str, Any]]:
+        """Return the entries of the first `listed` connections in the statistics, each made when it is asked for."""
+        first = list(islice(self._connections, listed))
+        return (connection.describe() for connection in first)
 
     async def open(self, sockets: Sequence[socket.socket]) -> None:
         """Start to serve on bound, listening sockets, TCP or Unix."""

@@ -36,7 +36,7 @@ from rallypoint.server.connections.limits import RESERVE_BYTES
 from rallypoint.server.connections.multiplexed import MultiplexedConnection
 from rallypoint.server.connections.native_connection import NativeConnection
 from rallypoint.server.housekeeping import Housekeeping
-from rallypoint.server.http_site import LISTED, HttpSite, about, statistics
+from rallypoint.server.http_site import HttpSite, ServerStatistics, about, statistics
 from rallypoint.server.listener import Listener
 from rallypoint.server.replication.notices import Notices
 from rallypoint.server.retries import Retries
@@ -374,8 +374,8 @@ class StoreServer:
         full = self.log is not None and self.log.disk_full
         return "ok, but the disk is full: changes are refused" if full else "ok"
 
-    def statistics(self, listed: int = LISTED) -> dict[str, Any]:
-        """Return counts and sizes, and so many of the clients and sessions."""
+    def statistics(self) -> ServerStatistics:
+        """Return counts and sizes, and the clients and sessions."""
         held = {
             **holdings(self.state.namespaces[0]),
             "namespaces": self.rounds.statistics(),
@@ -383,7 +383,7 @@ class StoreServer:
             **({} if self.storage is None or self.elsewhere else {"storage": self._storage_statistics()}),
         }
         sessions = list(self.state.sessions.values())
-        return statistics(self.listener, about(), held, listed, sessions, self.refused_sessions)
+        return statistics(self.listener, about(), held, sessions, self.refused_sessions)
 
     def _storage_statistics(self) -> dict[str, Any]:
         return {**self.storage.statistics(), "disk_full": self.log is not None and self.log.disk_full}

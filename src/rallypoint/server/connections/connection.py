@@ -288,6 +288,11 @@ class Connection(asyncio.Protocol):
             self._transport.close()
         self._closes = True
 
+    @property
+    def turns(self) -> TurnBudget:
+        """The time for long work in each turn of the event loop."""
+        return self._listener.turns
+
     def who(self) -> str:
         return str(self.peer)
 
