@@ -22,7 +22,7 @@ LINT  := $(BIN)/ruff check . || failed="$$failed ruff-check"; \
 CLOSE  = cat .venv/missing.txt; [ -z "$$failed" ] || { echo "make $@: FAILED:$$failed"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help run test quick matrix soak bench lint clean
+.PHONY: help run test quick matrix soak bench docs lint clean
 
 help: ## say what the targets do
 	@echo "make TARGET [PYTHON=python3] [ARGS='…']"
@@ -33,7 +33,7 @@ run: ## launch four workers, one of which is killed half-way, and see them recov
 	$(BIN)/rallypoint run --nproc-per-node 4 --max-restarts 3 examples/pi.py --kill-half-way $(ARGS)
 
 test: ## lint, check types and run every test, JOBS files at a time (ARGS go to pytest)
-	@$(SETUP) --need all dev --want $(WANT) --want-debian $(DEBIAN) --label "NOT TESTED"
+	@$(SETUP) --need all dev docs --want $(WANT) --want-debian $(DEBIAN) --label "NOT TESTED"
 	@failed=; $(LINT); \
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile $(ARGS) || failed="$$failed pytest"; \
 	$(CLOSE)
@@ -55,6 +55,10 @@ bench: ## measure side by side with the peers (ARGS go to benchmarks)
 	@$(SETUP) --need all bench --want $(WANT) --want-debian $(DEBIAN) --label "NOT MEASURED"
 	@failed=; $(BIN)/python -m benchmarks $(ARGS) || failed=" benchmarks"; \
 	$(CLOSE)
+
+docs: ## build the site into dist/site, without network (ARGS go to mkdocs build)
+	@$(SETUP) --need all docs
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
 lint: ## ruff and mypy only
 	@$(SETUP) --need all dev

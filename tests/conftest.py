@@ -122,6 +122,7 @@ PARTS: dict[str, Callable[[], bool]] = {
     "aio": _kernel_syncs,
     "browser": browser_is_available,
     "pyspy": _traces,
+    "docs": lambda: _importable("mkdocs") and _importable("mkdocstrings"),
 }
 """The parts, each with a function that returns whether it is available."""
 
