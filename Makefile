@@ -8,7 +8,7 @@ JOBS   ?= 4
 
 # Outside parts that tests and benchmarks use where they can be had (extras of pyproject.toml; Debian packages).
 # Without one, its tests are skipped and the run says so. `make test WANT= DEBIAN=` tries none of them.
-WANT   ?= torch bench pyspy
+WANT   ?= interop deploy bench pyspy
 DEBIAN ?= redis-server iproute2 etcd-server chromium chromium-driver
 
 QUICK  := tests/core tests/histories tests/test_tidy.py tests/test_errors.py tests/test_deadline.py tests/test_text.py

@@ -17,9 +17,11 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from functools import cache
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -123,6 +125,8 @@ PARTS: dict[str, Callable[[], bool]] = {
     "browser": browser_is_available,
     "pyspy": _traces,
     "docs": lambda: _importable("mkdocs") and _importable("mkdocstrings"),
+    "deploy": lambda: _importable("kubernetes_validate"),
+    "hadolint": lambda: Path(sys.executable).with_name("hadolint").exists(),
 }
 """The parts, each with a function that returns whether it is available."""
 

@@ -72,7 +72,9 @@ MAY_PICKLE: dict[str, str] = {
 }
 """Modules that may pickle, and why; none of them reads from a network."""
 
-HEAVY = words("torch asyncio uvloop hpack")
+HEAVY = words(
+    "torch asyncio uvloop hpack h11 click cryptography ssl subprocess multiprocessing concurrent http urllib email"
+)
 """What `import rallypoint` must not import."""
 
 SOFT_LINES, HARD_LINES, FUNCTION_LINES, SLACK_LINES = 300, 500, 50, 60
