@@ -10,12 +10,15 @@ from __future__ import annotations
 import difflib
 import importlib
 import signal
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 import rallypoint
 from rallypoint.errors import NetworkError, RallypointError
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["main"]
 
@@ -43,6 +46,7 @@ COMMANDS = {
     "etcd": "Run a small local etcd cluster for experiments.",
     "token": "Make a token, which protects a store.",
     "tls": "Make certificates for trials and small sites.",
+    "completion": "Print the script that completes commands in a shell.",
 }
 """Every command and its line in `--help`, so that help imports none of them."""
 
@@ -91,6 +95,13 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl(list(COMMANDS.items()))
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete the names of commands; click would import them all for their help."""
+        from click.shell_completion import CompletionItem
+
+        names = [CompletionItem(name, help=words) for name, words in COMMANDS.items() if name.startswith(incomplete)]
+        return names + click.Command.shell_complete(self, ctx, incomplete)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:

@@ -49,7 +49,9 @@ def credential_options(serves: bool) -> Callable[[Any], Any]:
             if serves or name not in SERVER_ONLY:
                 variables = ("token", name) if name == "token_file" else (name,)
                 words = f"{FILES[name]}  [{' or '.join(VARIABLES[each] for each in variables)}]"
-                run = click.option(f"--{name.replace('_', '-')}", name, metavar="FILE", help=words)(run)
+                run = click.option(f"--{name.replace('_', '-')}", name, metavar="FILE", type=click.Path(), help=words)(
+                    run
+                )
         return run
 
     return decorate

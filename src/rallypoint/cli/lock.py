@@ -20,6 +20,7 @@ from types import FrameType
 import click
 
 from rallypoint import RallypointError, Store
+from rallypoint.cli.completion import complete_files
 from rallypoint.cli.store_command import (
     BY_SIGNAL,
     one_line,
@@ -40,7 +41,9 @@ NOT_EXECUTABLE, NOT_FOUND = 126, 127
 
 @store_command("lock")
 @click.argument("name")
-@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...")
+@click.argument(
+    "command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="-- COMMAND...", shell_complete=complete_files
+)
 @timeout_option
 @verbose_option
 def command(store: Store, name: str, command: tuple[str, ...], timeout: float | None, verbose: bool) -> None:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from rallypoint.cli.rdzv_conf import read_seconds
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["ELSEWHERE", "GroupedOption", "OptionGroup", "checked", "parsed"]
 
@@ -26,6 +29,13 @@ class GroupedOption(click.Option):
     def __init__(self, *arguments: Any, group: str = "", **facts: Any) -> None:
         super().__init__(*arguments, **facts)
         self.group = group
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Let the shell complete files and directories."""
+        from click.shell_completion import CompletionItem
+
+        kind = {"FILE": "file", "DIRECTORY": "dir"}.get(self.metavar or "")
+        return [CompletionItem(incomplete, type=kind)] if kind else super().shell_complete(ctx, incomplete)
 
 
 def parsed(read: Reader, machine: bool = False) -> Callable[[click.Context, click.Parameter, str | None], Any]:

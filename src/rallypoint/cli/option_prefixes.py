@@ -8,8 +8,12 @@ candidates. Words after the first argument that is not an option are left alone.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import click
+
+if TYPE_CHECKING:
+    from click.shell_completion import CompletionItem
 
 __all__ = ["WORDS", "PrefixCommand"]
 
@@ -36,6 +40,11 @@ class PrefixCommand(click.Command):
             at += 1 + takes_next
         ctx.meta[WORDS] = list(words)
         return super().parse_args(ctx, words)
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete options; torchrun's second spelling only once it is being typed."""
+        found = super().shell_complete(ctx, incomplete)
+        return found if "_" in incomplete else [item for item in found if "_" not in item.value]
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Show options under the heading of their group, each by its first spelling."""

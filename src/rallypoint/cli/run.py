@@ -13,6 +13,7 @@ import click
 from rallypoint import net
 from rallypoint.cli import COMMANDS
 from rallypoint.cli.cluster_options import place_in_cluster
+from rallypoint.cli.completion import complete_files
 from rallypoint.cli.credential_options import FILES, read_credentials
 from rallypoint.cli.hosts_command import run_on_hosts
 from rallypoint.cli.option_prefixes import PrefixCommand
@@ -46,8 +47,8 @@ LEAST_AGENT_TIMEOUT_S = 1.0
     context_settings={"allow_interspersed_args": False, "auto_envvar_prefix": None},
 )
 @run_options
-@click.argument("script")
-@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+@click.argument("script", shell_complete=complete_files)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_files)
 def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:
     """Run SCRIPT in several processes, on this node and others.
 
