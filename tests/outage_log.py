@@ -7,11 +7,11 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from tests.cutting_proxy import REFUSES, CuttingProxy
 
 import rallypoint
 from rallypoint.client import outage
 from rallypoint.deadline import Deadline
+from rallypoint.testing import REFUSES, CuttingProxy
 
 DEADLINE_S = 60
 DOWN_S = 0.3

@@ -1,27 +1,22 @@
-"""A server, in a thread, that can be killed and restarted with all its state, like one with a data directory.
+"""A durable server in a thread, which records every request.
 
-It is the real server, on a log in memory that outlives it. It records every request, so that a test can see which
-requests a client repeats, and with which timeouts.
+So a test can see which requests a client repeats, and with which timeouts.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import socket
-import threading
 from typing import Any
 
-from tests.server.fake_log import FakeLog
+import msgspec
 
 from rallypoint.core import entries, ops
 from rallypoint.core.state import StateLimits
 from rallypoint.protocol.native import Frames, decode_request
 from rallypoint.server.connections.connection import Connection, ProtocolHandler
 from rallypoint.server.server import StoreServer
-from rallypoint.server.settings import Settings
-
-AMPLE_S = 60.0
+from rallypoint.testing import InProcessServer
+from rallypoint.testing.memory_log import MemoryLog
 
 
 class RecordingHandler:
@@ -52,29 +47,26 @@ class RecordingServer(StoreServer):
         return RecordingHandler(super().native_handler(connection), self.requests)
 
 
-class RecoveringServer:
-    """A server on a fixed port of loopback, started at once; a context manager."""
+class RecoveringServer(InProcessServer):
+    """A server that keeps its sessions when it is killed and started again."""
 
     def __init__(self, grace_s: float, recovery_s: float) -> None:
-        self._grace_s, self._recovery_s = grace_s, recovery_s
         self.requests: list[ops.Op] = []
-        self.port = 0
-        self._thread: threading.Thread | None = None
-        self.forget(b"identity")
-        self.start()
+        super().__init__(grace=grace_s, durable=True, recovery=recovery_s)
 
-    def __enter__(self) -> RecoveringServer:
-        return self
+    def new_server(self, loop: asyncio.AbstractEventLoop) -> RecordingServer:
+        if self._log is None or not self._log.records:
+            self.forget(b"identity")
+        server = RecordingServer(self._settings, self._log)
+        server.requests = self.requests
+        return server
 
-    def __exit__(self, *_: object) -> None:
-        self.kill()
-
-    @property
-    def url(self) -> str:
-        return f"tcp://127.0.0.1:{self.port}"
+    def recovers_within(self, recovery_s: float) -> None:
+        """Announce another recovery time from the next start on."""
+        self._settings = msgspec.structs.replace(self._settings, recovery_s=recovery_s)
 
     def forget(self, identity: bytes) -> None:
-        """Lose all sessions and keys, and change identity, as a restarted server without a data directory does."""
+        """Lose all sessions and keys while it is down, and have this identity."""
         limits = StateLimits()
         start = entries.StartServer(
             entries.VERSION,
@@ -84,25 +76,7 @@ class RecoveringServer:
             limits.max_kept_bytes,
             limits.max_sessions,
         )
-        self._log = FakeLog([entries.encode(start)])
-
-    def start(self) -> None:
-        """Listen; every earlier session may be resumed for a while."""
-        assert self._thread is None
-        listener = socket.create_server(("127.0.0.1", self.port), backlog=512)
-        self.port = listener.getsockname()[1]
-        self._killed, up = asyncio.Event(), threading.Event()
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._run, args=[listener, up], daemon=True)
-        self._thread.start()
-        assert up.wait(AMPLE_S)
-
-    def kill(self) -> None:
-        """Close all connections and the port at once; the log has no entry of that."""
-        if self._thread is not None:
-            self._loop.call_soon_threadsafe(self._killed.set)
-            self._thread.join(AMPLE_S)
-            self._thread = None
+        self._log = MemoryLog([entries.encode(start)])
 
     def count(self, kind: type[ops.Op]) -> int:
         """Return how many requests of a kind were received."""
@@ -111,16 +85,3 @@ class RecoveringServer:
     def of(self, kind: type[ops.Op]) -> list[Any]:
         """Return all requests of a kind that were received, repeated ones included."""
         return [request for request in list(self.requests) if isinstance(request, kind)]
-
-    def _run(self, listener: socket.socket, up: threading.Event) -> None:
-        with contextlib.closing(self._loop):
-            self._loop.run_until_complete(self._serve(listener, up))
-
-    async def _serve(self, listener: socket.socket, up: threading.Event) -> None:
-        server = RecordingServer(Settings(grace_s=self._grace_s, recovery_s=self._recovery_s), self._log)
-        server.requests = self.requests
-        await server.open([listener])
-        up.set()
-        await self._killed.wait()
-        self._log = FakeLog(self._log.records)  # later commits are lost
-        await server.close()

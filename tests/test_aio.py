@@ -14,7 +14,6 @@ from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.served import server_fixture
 
 import rallypoint
@@ -25,6 +24,7 @@ from rallypoint.client.routing import search
 from rallypoint.core.records import ReplyStatus
 from rallypoint.deadline import Deadline
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 DEADLINE_S = 60
 
@@ -332,7 +332,7 @@ def test_calls_leases_and_watches_survive_a_cut(after: int, server: rallypoint.S
             changes = store.watch("w")
             change = asyncio.ensure_future(anext(changes))
             await until(lambda: server.statistics()["watches"] == 1, "the watch stands")
-            cutter.arm(UP, after)
+            cutter.cut_after(UP, after)
             totals = await asyncio.gather(*(store.add("n", 1) for _ in range(200)))
             assert totals == list(range(1, 201))
             assert cutter.connections > 1, "the connection was cut"
@@ -429,7 +429,7 @@ def test_after_a_cut_at_any_byte_the_session_continues_at_another_address(way: s
             size = here.passed[way] - before
             for after in range(size + 1):
                 there.refusing, here.refusing = False, True
-                here.arm(way, after)
+                here.cut_after(way, after)
                 assert await store.add("n", 1) == 2 + after, f"cut after {after} bytes {way}"
                 here.disarm()
                 if at(store) != here.port:

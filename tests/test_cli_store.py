@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from tests.cutting_proxy import CuttingProxy
 from tests.raw_peer import AMPLE_S, read_line
 from tests.served import server_fixture
 
@@ -28,6 +27,7 @@ from rallypoint.cli import COMMANDS, key_commands, main
 from rallypoint.cli.store_command import as_text, one_line
 from rallypoint.deadline import Deadline
 from rallypoint.recipes.hosting import shared_object
+from rallypoint.testing import CuttingProxy
 
 COMMAND = [sys.executable, "-m", "rallypoint"]
 ROOT = Path(__file__).resolve().parents[1]

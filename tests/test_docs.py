@@ -134,15 +134,17 @@ def test_the_page_of_the_launcher_names_every_option() -> None:
     assert set(row.split()) <= options
 
 
-@pytest.mark.parametrize("page", ["rendezvous.md", "queues.md", "relay.md", "launch.md"])
-def test_the_example_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What it prints is what its comments say."""
+@pytest.mark.parametrize("page", ["rendezvous.md", "queues.md", "relay.md", "launch.md", "testing.md"])
+def test_the_examples_of_a_page(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What each block prints is what its comments say."""
     monkeypatch.setenv("RALLYPOINT_RELAY", "")  # one of them sets it
-    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        exec(block, {"__name__": "__main__"})
-    assert printed.getvalue().splitlines() == re.findall(r"print\(.*?\) +# (.*)", block)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.S)
+    assert blocks
+    for block in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(block, {"__name__": "__main__"})
+        assert printed.getvalue().splitlines() == re.findall(r"print\(.*?\) +# (.*)", block)
 
 
 def test_links_and_make_targets_of_the_readme_exist() -> None:

@@ -7,11 +7,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-from tests.cutting_proxy import CuttingProxy
 from tests.outage_log import DEADLINE_S
 from tests.served import server_fixture
 
 import rallypoint
+from rallypoint.testing import CuttingProxy
 
 server = server_fixture(grace=DEADLINE_S)
 

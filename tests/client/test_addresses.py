@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from tests.client.sessions import connection_of
 from tests.client.test_cuts import BLOCKED, CASES, await_waiting, measure
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.outage_log import DEADLINE_S, until
 from tests.raw_peer import read_line, script
 from tests.served import server_fixture
@@ -31,6 +30,7 @@ from rallypoint.net import Endpoint, Endpoints
 from rallypoint.protocol.native import ACCEPTED, PREFACE, VERSION, Frames, Standby, frame, standby
 from rallypoint.security.client_security import ClientSecurity
 from rallypoint.security.credentials import OPEN
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 server = server_fixture("module", grace=DEADLINE_S)
 
@@ -201,7 +201,7 @@ def test_failover_at_every_byte_executes_the_operation_once(
                 plain.delete_prefix("")
                 case.prepare(plain)
                 there.refusing, here.refusing = False, True
-                here.arm(way, after)
+                here.cut_after(way, after)
                 assert case.act(store) == case.returns, f"cut after {after} bytes {way}"
                 assert case.then(plain), f"cut after {after} bytes {way}"
                 here.disarm()

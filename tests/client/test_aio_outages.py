@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.outage_log import DEADLINE_S, LogRecorder, go_down, told
 from tests.ports import reserve_port
 from tests.recovering_server import RecoveringServer
@@ -21,6 +20,7 @@ from rallypoint.client import async_session, outage
 from rallypoint.client.routing import route
 from rallypoint.core import ops
 from rallypoint.deadline import Deadline
+from rallypoint.testing import HANGS_UP, REFUSES, SILENT, CuttingProxy
 
 __all__ = ["told"]
 

@@ -13,12 +13,12 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.outage_log import DEADLINE_S, until
 from tests.served import server_fixture
 
 import rallypoint
 from rallypoint import Store, Swap
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 
 class Case(NamedTuple):
@@ -107,7 +107,7 @@ def check_every_byte(case: Case, plain: Store, store: Any, cutter: CuttingProxy,
         for after in range(sizes[way] + 1):
             plain.delete_prefix("")
             case.prepare(plain)
-            cutter.arm(way, after)
+            cutter.cut_after(way, after)
             assert case.act(store) == case.returns, f"cut after {after} bytes {way}"
             assert case.then(plain), f"cut after {after} bytes {way}"
             cutter.disarm()

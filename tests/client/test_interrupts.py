@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 from tests.client.sessions import connection_of, session_of
-from tests.cutting_proxy import CuttingProxy
 from tests.outage_log import DEADLINE_S, await_waiting, until
 from tests.served import server_fixture
 
@@ -25,6 +24,7 @@ from rallypoint import aio
 from rallypoint.client.blocking.pending_call import PendingCall
 from rallypoint.core import ops
 from rallypoint.protocol.native_client import ClientProtocol
+from rallypoint.testing import CuttingProxy
 
 server = server_fixture("module")
 

@@ -11,10 +11,10 @@ import subprocess
 import sys
 
 import pytest
-from tests.cutting_proxy import CuttingProxy
 from tests.served import server_fixture
 
 import rallypoint
+from rallypoint.testing import CuttingProxy
 
 DEADLINE_S = 60
 GRACE_S = 0.5

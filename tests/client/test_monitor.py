@@ -8,7 +8,6 @@ import threading
 
 import pytest
 from tests.client.sessions import connection_of
-from tests.cutting_proxy import UP, CuttingProxy
 from tests.outage_log import DEADLINE_S, until
 
 import rallypoint
@@ -16,6 +15,7 @@ from rallypoint.client.blocking import monitor
 from rallypoint.client.routing import route
 from rallypoint.core.ops import SessionHeartbeat
 from rallypoint.protocol.native import frame
+from rallypoint.testing import UP, CuttingProxy
 
 
 def behind(cutter: CuttingProxy) -> rallypoint.Store:

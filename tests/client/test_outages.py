@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import pytest
 from tests.client.sessions import connection_of, native_backend, session_of
 from tests.client.test_interrupts import interrupted_at
-from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.outage_log import DEADLINE_S, LogRecorder, await_waiting, go_down, told, until
 from tests.raw_peer import read_line, script
 from tests.served import server_fixture
@@ -28,6 +27,7 @@ from rallypoint import Barrier, Exchange, Lock, Store
 from rallypoint.client import outage
 from rallypoint.core.machines.machine import Disconnected
 from rallypoint.recipes.hosting import shared_object
+from rallypoint.testing import HANGS_UP, REFUSES, SILENT, CuttingProxy
 
 __all__ = ["told"]
 

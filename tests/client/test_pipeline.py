@@ -6,11 +6,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.served import server_fixture
 
 import rallypoint
 from rallypoint.store.native_backend import WINDOW
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 DEADLINE_S = 60
 
@@ -122,7 +122,7 @@ def test_a_cut_repeats_and_loses_no_operation(way: str, after: int, server: rall
     count = WINDOW + 100
     with CuttingProxy(server.port) as cutter, connect(cutter.port) as store, connect(server.port) as plain:
         plain.delete_prefix("")
-        cutter.arm(way, after)
+        cutter.cut_after(way, after)
         with store.pipeline() as pipe:
             for number in range(count):
                 pipe.add("n", 1)
@@ -138,7 +138,7 @@ def test_pipelines_survive_many_cuts(server: rallypoint.Server) -> None:
     with CuttingProxy(server.port) as cutter, connect(cutter.port) as store:
         store.delete_prefix("")
         for turn in range(1, 21):
-            cutter.arm(DOWN, 100 * turn % 700 + 1)
+            cutter.cut_after(DOWN, 100 * turn % 700 + 1)
             with store.pipeline() as pipe:
                 for _ in range(100):
                     pipe.add("n", 1)

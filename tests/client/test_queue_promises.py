@@ -11,7 +11,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.etcd.fixtures import etcd_space, shared_cluster
 from tests.raw_peer import AMPLE_S, RawPeer, until
 from tests.served import server_fixture
@@ -23,6 +22,7 @@ from rallypoint.core.records import ReplyStatus
 from rallypoint.protocol.c10d import Opcode, encode
 from rallypoint.protocol.native import frame
 from rallypoint.protocol.native_client import ClientProtocol
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 CONSUMER = """
 import sys, rallypoint
@@ -71,9 +71,9 @@ def pop_and_lose_the_confirmation(consumer: rallypoint.Store, cutter: CuttingPro
         consumer.queue_len("q")  # its reply proves that everything sent before has passed the proxy
         counts.append(cutter.passed[UP])
     before, first, second = counts
-    cutter.arm(UP, (first - before) - (second - first) - 1)
+    cutter.cut_after(UP, (first - before) - (second - first) - 1)
     item = consumer.queue_pop("q")
-    assert cutter.cut.wait(AMPLE_S)
+    assert cutter.was_cut.wait(AMPLE_S)
     return item
 
 
@@ -136,7 +136,7 @@ def test_an_item_that_did_not_arrive_returns_to_the_front(server: rallypoint.Ser
         for item in "ab":
             other.queue_push("q", item)
         cutter.refusing = True
-        cutter.arm(DOWN, 1)
+        cutter.cut_after(DOWN, 1)
         with pytest.raises(rallypoint.SessionLost):
             consumer.queue_pop("q")
         await_single_session(server)

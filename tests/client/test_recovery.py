@@ -76,7 +76,7 @@ def test_a_session_is_lost_when_the_server_is_down_for_longer_than_its_recovery_
 
 def test_a_restarted_server_may_change_the_recovery_time(told: LogRecorder) -> None:
     with RecoveringServer(BRIEF_S, DEADLINE_S) as server, rallypoint.connect(server.url, timeout=DEADLINE_S) as store:
-        server._recovery_s = 0.5
+        server.recovers_within(0.5)
         kill(server, told)
         server.start()
         assert store.add("n", 1) == 1

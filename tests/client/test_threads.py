@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from tests.client.sessions import connection_of, session_of
 from tests.conformance.calls import blocking_calls
-from tests.cutting_proxy import DOWN, CuttingProxy
 from tests.outage_log import DEADLINE_S, await_waiting, until
 
 import rallypoint
@@ -25,6 +24,7 @@ from rallypoint.client.blocking.socket_reader import SocketReader
 from rallypoint.client.blocking.supervisor import ConnectionSupervisor
 from rallypoint.core.records import ReplyStatus
 from rallypoint.protocol.native import ACCEPTED, PREFACE, Welcome, frame
+from rallypoint.testing import DOWN, CuttingProxy
 
 
 def test_a_hundred_threads_share_one_store(server: rallypoint.Server, store: rallypoint.Store) -> None:
@@ -289,7 +289,7 @@ def test_events_that_arrive_before_the_reply_to_watch_are_kept(
     server: rallypoint.Server, store: rallypoint.Store
 ) -> None:
     with CuttingProxy(server.port) as cutter, rallypoint.connect(f"tcp://127.0.0.1:{cutter.port}") as cut:
-        cutter.arm(DOWN, 0)
+        cutter.cut_after(DOWN, 0)
         cutter.refusing = True
         with ThreadPoolExecutor(1) as pool:
             watching = pool.submit(cut.watch)

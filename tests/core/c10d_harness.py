@@ -47,9 +47,9 @@ class C10dHarness:
     """One server, and clients by name; each is a real handler on a fake connection."""
 
     def __init__(self, *names: str, max_bytes: int = 1 << 40, limit: int = LIMIT) -> None:
-        self.server = new_server(max_bytes=max_bytes, max_answer_bytes=limit, limit=limit)
-        self.engine = self.server.state.namespaces[0].engine
         self.clock = Clock()
+        self.server = new_server(max_bytes=max_bytes, max_answer_bytes=limit, limit=limit, clock=self.clock)
+        self.engine = self.server.state.namespaces[0].engine
         self.connections: dict[str, FakeConnection] = {}
         self.handlers: dict[str, C10dConnection] = {}
         self.names: dict[int, str] = {}

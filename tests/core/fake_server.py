@@ -1,7 +1,7 @@
 """A real `StoreServer` without sockets: its handlers on fake connections, and a fake clock.
 
-Time passes only by `Clock.advance`. The clock replaces the event loop and the `time` module of the server as far as it
-needs them: callbacks run when the clock reaches their time. Handlers that need no clock, as those of PyTorch's clients,
+Time passes only by `Clock.advance`. The clock replaces the event loop of the server as far as it needs one, and is its
+time: callbacks run when the clock reaches their time. Handlers that need no clock, as those of PyTorch's clients,
 may be called without it.
 """
 
@@ -21,7 +21,6 @@ from rallypoint.core import entries, ops
 from rallypoint.core.engine import Engine
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import SharedReply
-from rallypoint.server import clock as clock_module
 from rallypoint.server.connections.outgoing import Part
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
@@ -82,15 +81,11 @@ class Clock:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """Act as the running event loop and the `time` module of the server."""
-        module: Any = clock_module
-        time = module.time
+        """Act as the running event loop."""
         asyncio._set_running_loop(self)  # type: ignore[arg-type]
-        module.time = self
         try:
             yield
         finally:
-            module.time = time
             asyncio._set_running_loop(None)
 
 
@@ -169,9 +164,14 @@ def new_server(
     max_sessions: int = UNLIMITED,
     limit: int = UNLIMITED,
     grace_s: float = 2.0,
+    clock: Clock | None = None,
 ) -> StoreServer:
-    """Start a server that listens nowhere; `limit` bounds one request and one answer of a connection."""
-    server = StoreServer(Settings(max_connection_memory=limit, grace_s=grace_s))
+    """Start a server that listens nowhere; `limit` bounds one request and one answer of a connection.
+
+    Without a clock, its time stands still.
+    """
+    settings = Settings(max_connection_memory=limit, grace_s=grace_s)
+    server = StoreServer(settings, monotonic=(clock or Clock()).monotonic)
     use_turns(server, AmpleTurns())
     limits = (max_bytes, max_answer_bytes, max_kept_bytes, max_sessions)
     server.state.apply(entries.StartServer(entries.VERSION, b"server", *limits))

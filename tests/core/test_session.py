@@ -34,7 +34,7 @@ class FakeServer:
 
     def __init__(self, **limits: int) -> None:
         self.clock = Clock()
-        self.real = new_server(grace_s=GRACE_S, **limits)
+        self.real = new_server(grace_s=GRACE_S, clock=self.clock, **limits)
         self.state = self.real.state
         self.engine = self.state.namespaces[0].engine
 

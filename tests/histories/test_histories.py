@@ -21,8 +21,7 @@ from rallypoint.core.deadlines import NEVER, Deadlines
 from rallypoint.core.engine import Engine
 from rallypoint.core.records import Event, Swap, TimedOut, Turn, Waiter, WatchHandle
 from rallypoint.errors import RallypointError
-
-from .transcript import check, replay
+from rallypoint.testing import check_transcript, replay_transcript
 
 HERE = Path(__file__).parent
 PLAIN = re.compile(rb"[\w./+-]+", re.ASCII)
@@ -190,7 +189,7 @@ class EngineScript:
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.txt")), ids=lambda path: path.stem)
 def test_history(path: Path) -> None:
-    check(path, EngineScript())
+    check_transcript(path, EngineScript())
 
 
 def test_a_wrong_transcript_fails_with_a_diff(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -198,12 +197,12 @@ def test_a_wrong_transcript_fails_with_a_diff(tmp_path: Path, monkeypatch: pytes
     wrong = tmp_path / "wrong.txt"
     wrong.write_text("a set x 1\na get x\n----\na get x -> 2\n")
     with pytest.raises(AssertionError, match=r"(?s)wrong\.txt says.*-a get x -> 2\n\+a get x -> 1"):
-        check(wrong, EngineScript())
+        check_transcript(wrong, EngineScript())
     monkeypatch.setenv("RALLYPOINT_REWRITE", "1")
-    check(wrong, EngineScript())
+    check_transcript(wrong, EngineScript())
     assert wrong.read_text() == "a set x 1\na get x\n----\na get x -> 1\n"
 
 
 def test_a_block_without_dashes_is_refused() -> None:
     with pytest.raises(ValueError, match="block 2 has no line ----"):
-        replay("a set x 1\n----\n\na get x\n", EngineScript())
+        replay_transcript("a set x 1\n----\n\na get x\n", EngineScript())

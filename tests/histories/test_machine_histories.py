@@ -37,8 +37,7 @@ from rallypoint.core.machines.membership import (
 )
 from rallypoint.core.machines.work_queue import WorkQueueMachine
 from rallypoint.core.policy.round_policy import NodeLimits
-
-from .transcript import check
+from rallypoint.testing import check_transcript
 
 HERE = Path(__file__).parent / "machines"
 MACHINES: dict[str, tuple[type[Machine], type[Undo]]] = {
@@ -291,7 +290,7 @@ class MachineScript:
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.txt")), ids=lambda path: path.stem)
 def test_history(path: Path) -> None:
-    check(path, MachineScript())
+    check_transcript(path, MachineScript())
 
 
 def test_every_machine_has_a_history() -> None:

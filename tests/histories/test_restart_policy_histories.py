@@ -22,8 +22,7 @@ from rallypoint.core.policy.restart_policy import (
     RoundProgress,
     WorkerExit,
 )
-
-from .transcript import check
+from rallypoint.testing import check_transcript
 
 HERE = Path(__file__).parent / "restart_policy"
 
@@ -97,11 +96,11 @@ class RestartPolicyScript:
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("*.txt")), ids=lambda path: path.stem)
 def test_history(path: Path) -> None:
-    check(path, RestartPolicyScript())
+    check_transcript(path, RestartPolicyScript())
 
 
 def test_the_histories_reach_every_action() -> None:
     script = RestartPolicyScript()
     for path in HERE.glob("*.txt"):
-        check(path, script)
+        check_transcript(path, script)
     assert script.reached == {value for name, value in vars(Action).items() if name.isupper()}

@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 from .checker import FOREVER, Operation, check
 
@@ -75,7 +75,7 @@ class HistoryRun:
             self._cut_one(chance)
 
     def _cut_one(self, chance: random.Random) -> None:
-        chance.choice(self.cutters).arm(chance.choice((UP, DOWN)), chance.randrange(1, 200))
+        chance.choice(self.cutters).cut_after(chance.choice((UP, DOWN)), chance.randrange(1, 200))
 
 
 def proxied(port: int, stack: ExitStack) -> tuple[list[str], list[CuttingProxy]]:

@@ -14,9 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.durability.durable import DurableServer, durable_server
 from tests.relay.relays import relay_process
+
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 from .history_run import FIRST_SEED, HistoryRun, check_complete_history
 
@@ -57,7 +58,7 @@ class RelayedHistoryRun(HistoryRun):
 
     def _cut_one(self, chance: random.Random) -> None:
         """Cut a connection, usually after its greeting: otherwise no request would get through."""
-        chance.choice(self.cutters).arm(
+        chance.choice(self.cutters).cut_after(
             chance.choice((UP, DOWN)), chance.randrange(1, chance.choice((100, 1000, 3000)))
         )
 

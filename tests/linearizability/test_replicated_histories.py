@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
 from tests.raw_peer import RelayProcess
 from tests.replicated.servers import Servers
+
+from rallypoint.testing import HANGS_UP, REFUSES, SILENT, CuttingProxy
 
 from .history_run import FIRST_SEED, HistoryRun, check_complete_history
 

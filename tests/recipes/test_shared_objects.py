@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
-from tests.cutting_proxy import CuttingProxy
 from tests.store_kinds import AMPLE_S, HOSTED, Open, replicated, together
 
 from rallypoint import Server, TCPStore
@@ -21,6 +20,7 @@ from rallypoint.recipes.group import Group
 from rallypoint.recipes.hosting import shared_object
 from rallypoint.recipes.lock import Lock
 from rallypoint.store.base import Store
+from rallypoint.testing import CuttingProxy
 
 MEMBERS = 5
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.store_kinds import AMPLE_S, BYTES, HOSTED, Open, together
 
 from rallypoint import (
@@ -30,6 +29,7 @@ from rallypoint.core.machines.machine import Waiting
 from rallypoint.recipes import work_queue
 from rallypoint.recipes.hosting import heartbeat, shared_object
 from rallypoint.recipes.work_queue import WorkQueueStatus
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 WORKERS = 4
 
@@ -241,7 +241,7 @@ def test_a_cut_at_any_byte_takes_and_finishes_every_item_once(way: str) -> None:
         queue = WorkQueue(TCPStore("127.0.0.1", proxy.port), "jobs")
         total = 0
         for after in range(0, 90, 3):
-            proxy.arm(way, after)
+            proxy.cut_after(way, after)
             queue.put(str(after))
             total += 1
             with queue.take(AMPLE_S) as item:

@@ -32,7 +32,7 @@ class LossySimulation:
     def __init__(self, seed: int, relays: int) -> None:
         self.chance = random.Random(seed)
         self.clock = Clock()
-        self.server = new_server()
+        self.server = new_server(clock=self.clock)
         self.engine = self.server.state.namespaces[0].engine
         self.history: list[Operation] = []
         self._ticks = count(1)

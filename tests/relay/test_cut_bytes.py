@@ -23,7 +23,6 @@ from tests.client.test_cuts import (
     measure,
 )
 from tests.conformance.calls import Call
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.outage_log import DEADLINE_S
 from tests.raw_peer import RawPeer
 from tests.served import server_fixture
@@ -31,6 +30,7 @@ from tests.served import server_fixture
 import rallypoint
 from rallypoint import Store
 from rallypoint.protocol.c10d import Opcode, encode
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 from .relays import RelayThread
 

@@ -21,7 +21,6 @@ from typing import Any
 import pytest
 from tests.client.test_addresses import Impostor, nobody
 from tests.client.test_cuts import BLOCKED, CASES, await_waiting, measure
-from tests.cutting_proxy import DOWN, HANGS_UP, REFUSES, SILENT, UP, CuttingProxy
 from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, read_line, script, until
 from tests.served import server_fixture
@@ -32,6 +31,7 @@ from rallypoint.client import hang_check
 from rallypoint.client.routing import dial, relay_address, search
 from rallypoint.client.routing.relay_address import VARIABLE, RelayAddress
 from rallypoint.protocol.native import ACCEPTED, PREFACE
+from rallypoint.testing import DOWN, HANGS_UP, REFUSES, SILENT, UP, CuttingProxy
 
 server = server_fixture("module", grace=AMPLE_S)
 
@@ -237,7 +237,7 @@ def test_every_byte(case: str, server: rallypoint.Server, relay: CuttingProxy) -
                 with rallypoint.connect(server.url, AMPLE_S) as store:
                     own = session(store)
                     relay.refusing = True
-                    relay.arm(way, after)
+                    relay.cut_after(way, after)
                     assert tried.act(store) == tried.returns, f"cut after {after} bytes {way}"
                     assert tried.then(plain), f"cut after {after} bytes {way}"
                     assert session(store) == own

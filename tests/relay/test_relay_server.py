@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cutting_proxy import CuttingProxy
 from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, RawPeer, ServerProcess, until
 from tests.relay.relays import RelayThread, get, relay_process
@@ -30,6 +29,7 @@ from rallypoint.protocol import native
 from rallypoint.protocol.c10d import Opcode, encode, hello
 from rallypoint.relay import round_ports
 from rallypoint.server.round_errors import TooLate, TooMany
+from rallypoint.testing import CuttingProxy
 
 MIB = 1024 * 1024
 LONG_S = 1000.0
@@ -136,8 +136,8 @@ def test_cuts_upstream_at_random_lose_and_repeat_nothing(server: rallypoint.Serv
 
         def cut() -> None:
             for _ in range(25):
-                cutter.arm(chance.choice(["up", "down"]), chance.randrange(1, 4000))
-                while not cutter.cut.wait(0.01):
+                cutter.cut_after(chance.choice(["up", "down"]), chance.randrange(1, 4000))
+                while not cutter.was_cut.wait(0.01):
                     if ended.is_set():
                         return
             cutter.disarm()

@@ -16,7 +16,6 @@ import pytest
 from tests.core.c10d_harness import CANCEL, PING, PONG, listed, number, string, wait
 from tests.core.c10d_harness import STOP_WAITING as TOLD
 from tests.core.c10d_harness import WAIT_CANCELED as CANCELLED
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.raw_peer import AMPLE_S, RawPeer, until
 from tests.served import server_fixture
 
@@ -24,6 +23,7 @@ import rallypoint
 from rallypoint.protocol.c10d import Opcode, encode
 from rallypoint.relay.torch.client import MAX_LARGE
 from rallypoint.server.connections.limits import RESERVE_BYTES
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 from .relays import RelayThread, get, relay_process
 
@@ -394,8 +394,8 @@ def test_eight_clients_under_cuts_do_everything_exactly_once(
         worker.start()
     cuts = 0
     while any(worker.is_alive() for worker in workers):
-        cutter.arm(chance.choice((UP, DOWN)), chance.randint(0, 3000))
-        if cutter.cut.wait(0.05):
+        cutter.cut_after(chance.choice((UP, DOWN)), chance.randint(0, 3000))
+        if cutter.was_cut.wait(0.05):
             cuts += 1
     cutter.disarm()
     assert [worker.failure for worker in workers] == [None] * 8

@@ -15,11 +15,9 @@ from typing import Any
 
 import pytest
 from tests.conformance.calls import Call
-from tests.cutting_proxy import HANGS_UP, REFUSES, SILENT, CuttingProxy
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
 from tests.raw_peer import AMPLE_S, until
-from tests.replicated.holding_proxy import HoldingProxy
 from tests.replicated.load import StoreLoad
 from tests.replicated.servers import Servers
 from tests.storage.etcd_logs import Book, run
@@ -35,6 +33,7 @@ from rallypoint.etcd.local.member import ask
 from rallypoint.etcd.requests import Method
 from rallypoint.protocol.c10d import Opcode, encode
 from rallypoint.storage.etcd.reader import Head
+from rallypoint.testing import HANGS_UP, REFUSES, SILENT, CuttingProxy
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -188,7 +187,7 @@ def test_a_leader_deposed_while_stopped_answers_no_read(cluster: Cluster, url: s
     leader continues, together with reads sent after the value had changed.
     """
     with ExitStack() as stack:
-        proxies = [stack.enter_context(HoldingProxy(one.client_port)) for one in cluster]
+        proxies = [stack.enter_context(CuttingProxy(one.client_port)) for one in cluster]
         servers = stack.enter_context(Servers(url, tmp_path, 0))
         first = servers.start(storage=through(cluster, url, proxies))
         second = servers.start()

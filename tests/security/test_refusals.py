@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from tests.cutting_proxy import CuttingProxy
 from tests.launch.runs import Node, Place
 from tests.raw_peer import AMPLE_S, until
 from tests.replicated.clients import Connect, asynchronous, blocking
@@ -29,6 +28,7 @@ from rallypoint.errors import ConnectFailed
 from rallypoint.protocol import BadMessage
 from rallypoint.protocol.native import Standby
 from rallypoint.security.credentials import Credentials, new_token
+from rallypoint.testing import CuttingProxy
 
 CLIENTS = {"blocking": blocking, "asyncio": asynchronous}
 REFUSED = AuthenticationFailed(peer="a", why="the server has another token")

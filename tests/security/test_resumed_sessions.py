@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cutting_proxy import CuttingProxy
 from tests.raw_peer import AMPLE_S, RawPeer
 from tests.replicated.clients import Connect, asynchronous, blocking
 from tests.security.credential_files import CredentialFiles
@@ -15,6 +14,7 @@ from tests.security.credential_files import CredentialFiles
 import rallypoint
 from rallypoint import AuthenticationFailed
 from rallypoint.security.credentials import Credentials, new_token
+from rallypoint.testing import CuttingProxy
 
 CLIENTS = {"blocking": blocking, "asyncio": asynchronous}
 

@@ -7,7 +7,6 @@ import random
 import time
 from collections.abc import Hashable
 from itertools import pairwise
-from unittest.mock import patch
 
 import pytest
 from tests.raw_peer import AMPLE_S
@@ -234,74 +233,67 @@ async def test_a_lease_whose_heartbeat_stops_expires(server: StoreServer, log: F
 
 
 class ShiftedTime:
-    """Replaces the module `time` of the server's clock, and can be moved forward."""
+    """The time of a server's clock, which can be moved forward."""
 
-    def __init__(self) -> None:
+    def __init__(self, server: StoreServer) -> None:
         self.by = 0.0
-        self._patch = patch("rallypoint.server.clock.time", self)
+        server.clock.monotonic = self.monotonic
 
     def monotonic(self) -> float:
         return time.monotonic() + self.by
-
-    def __enter__(self) -> ShiftedTime:
-        self._patch.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._patch.stop()
 
 
 @on_log(grace_s=0.5)
 async def test_a_pause_of_the_server_expires_no_lease_or_session(server: StoreServer, log: FakeLog) -> None:
     """A server that was stopped has received no heartbeats, though the clients may have sent them all."""
-    with ShiftedTime() as shifted:
-        peer, away = await native_peer(server), await native_peer(server)
-        await peer.asked(ops.SetLease(1, b"/leased", b"v", 0.5))
-        await away.asked(ops.SetLease(1, b"/of another", b"v", 0.0))
-        away.hangs_up()
+    shifted = ShiftedTime(server)
+    peer, away = await native_peer(server), await native_peer(server)
+    await peer.asked(ops.SetLease(1, b"/leased", b"v", 0.5))
+    await away.asked(ops.SetLease(1, b"/of another", b"v", 0.0))
+    away.hangs_up()
+    await settle()
+    for pause in range(20):
+        server.clock.now()
+        shifted.by += 100.0
+        server.clock._tick()
+        peer.asks(ops.SessionHeartbeat(0))
         await settle()
-        for pause in range(20):
-            server.clock.now()
-            shifted.by += 100.0
-            server.clock._tick()
-            peer.asks(ops.SessionHeartbeat(0))
-            await settle()
-            assert await peer.asked(ops.Check(2 + pause, [b"/leased"])) is True, "its heartbeat was in flight"
-            assert await peer.asked(ops.Check(100 + pause, [b"/of another"])) is True, "its client may be reconnecting"
-        while await peer.asked(ops.Check(1000, [b"/leased"])) or await peer.asked(ops.Check(1001, [b"/of another"])):
-            await settle()
+        assert await peer.asked(ops.Check(2 + pause, [b"/leased"])) is True, "its heartbeat was in flight"
+        assert await peer.asked(ops.Check(100 + pause, [b"/of another"])) is True, "its client may be reconnecting"
+    while await peer.asked(ops.Check(1000, [b"/leased"])) or await peer.asked(ops.Check(1001, [b"/of another"])):
+        await settle()
 
 
 @on_log
 async def test_a_heartbeat_from_before_a_pause_counts(server: StoreServer, log: FakeLog) -> None:
-    with ShiftedTime() as shifted:
-        peer = await native_peer(server)
-        await peer.asked(ops.SetLease(1, b"/leased", b"v", 10.0))
-        shifted.by += 8.0
-        peer.asks(ops.SessionHeartbeat(0))
-        shifted.by += 1000.0
-        server.clock._tick()
-        shifted.by += 2.0 + clock.LATE_S / 2
-        server.clock._tick()
-        await settle()
-        assert await peer.asked(ops.Check(2, [b"/leased"])) is True
+    shifted = ShiftedTime(server)
+    peer = await native_peer(server)
+    await peer.asked(ops.SetLease(1, b"/leased", b"v", 10.0))
+    shifted.by += 8.0
+    peer.asks(ops.SessionHeartbeat(0))
+    shifted.by += 1000.0
+    server.clock._tick()
+    shifted.by += 2.0 + clock.LATE_S / 2
+    server.clock._tick()
+    await settle()
+    assert await peer.asked(ops.Check(2, [b"/leased"])) is True
 
 
 @on_log
 async def test_a_pause_moves_deadlines_by_its_length(server: StoreServer, log: FakeLog) -> None:
-    with ShiftedTime() as shifted:
-        peer = await native_peer(server)
-        peer.asks(ops.Get(1, b"/never", 50.0))
-        await settle()
-        before = server.clock.deadlines.earliest
-        server.clock.now()
-        shifted.by += 1000.0
-        server.clock.now()
-        assert before + 999.0 < server.clock.deadlines.earliest < before + 1001.0
-        assert not peer.pending
-        shifted.by += 0.9 * clock.LATE_S
-        server.clock.now()
-        assert server.clock.deadlines.earliest < before + 1001.0, "that is not a pause"
+    shifted = ShiftedTime(server)
+    peer = await native_peer(server)
+    peer.asks(ops.Get(1, b"/never", 50.0))
+    await settle()
+    before = server.clock.deadlines.earliest
+    server.clock.now()
+    shifted.by += 1000.0
+    server.clock.now()
+    assert before + 999.0 < server.clock.deadlines.earliest < before + 1001.0
+    assert not peer.pending
+    shifted.by += 0.9 * clock.LATE_S
+    server.clock.now()
+    assert server.clock.deadlines.earliest < before + 1001.0, "that is not a pause"
 
 
 @on_log
@@ -318,22 +310,22 @@ async def test_a_heartbeat_costs_the_same_however_many_leases_it_keeps(server: S
 
 @on_log
 async def test_many_leases_that_expire_at_once_end_a_few_per_turn(server: StoreServer, log: FakeLog) -> None:
-    with ShiftedTime() as shifted:
-        count = 1000
-        server.turns = SteppedTurns()
-        peer, engine = await native_peer(server), server.state.namespaces[0].engine
-        for number in range(1, count + 1):
-            assert await peer.asked(ops.SetLease(number, b"/%d" % number, b"v", 10.0)) is None
-        left = [len(server.clock.deadlines)]
-        shifted.by += 10.0
-        server.clock._ticks_at += 10.0  # the process was not paused
-        server.clock._tick()
-        while left[-1]:
-            left.append(len(server.clock.deadlines))
-            await asyncio.sleep(0)
-        assert max(before - after for before, after in pairwise(left)) <= 2 * STEPS
-        while engine.execute(ops.Count(0, b"/")):
-            await asyncio.sleep(0)
+    shifted = ShiftedTime(server)
+    count = 1000
+    server.turns = SteppedTurns()
+    peer, engine = await native_peer(server), server.state.namespaces[0].engine
+    for number in range(1, count + 1):
+        assert await peer.asked(ops.SetLease(number, b"/%d" % number, b"v", 10.0)) is None
+    left = [len(server.clock.deadlines)]
+    shifted.by += 10.0
+    server.clock._ticks_at += 10.0  # the process was not paused
+    server.clock._tick()
+    while left[-1]:
+        left.append(len(server.clock.deadlines))
+        await asyncio.sleep(0)
+    assert max(before - after for before, after in pairwise(left)) <= 2 * STEPS
+    while engine.execute(ops.Count(0, b"/")):
+        await asyncio.sleep(0)
 
 
 @on_log

@@ -10,7 +10,6 @@ import random
 from contextlib import ExitStack
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.etcd.cluster import Cluster
 from tests.etcd.fixtures import etcd_space
 from tests.raw_peer import AMPLE_S
@@ -24,6 +23,7 @@ from rallypoint.etcd.local.member import ask
 from rallypoint.etcd.requests import Method
 from rallypoint.storage.errors import Deposed, StorageFailed, StoreGone
 from rallypoint.storage.etcd.batch import MAX_BYTES, pack
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 pytestmark = pytest.mark.needs("etcd")
 
@@ -144,7 +144,7 @@ def test_a_commit_whose_answer_is_lost_is_in_the_log_once(etcd_cluster: Cluster,
             storage = await book.lead()
             committed = []
             for number in range(40):
-                chance.choice(cutters).arm(chance.choice((UP, DOWN)), chance.randrange(1, 400))
+                chance.choice(cutters).cut_after(chance.choice((UP, DOWN)), chance.randrange(1, 400))
                 committed.append(b"%d" % number)
                 await commit(storage, committed[-1])
             assert await book.records() == committed

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.core import ops
@@ -56,9 +56,12 @@ DROPPED = 64
 class Clock:
     """Deadlines of one server."""
 
-    def __init__(self, server: StoreServer) -> None:
+    def __init__(self, server: StoreServer, monotonic: Callable[[], float] = time.monotonic) -> None:
         self.deadlines = Deadlines()
-        self.times = WaitTimes()
+        self.times = WaitTimes(monotonic)
+        self.monotonic = monotonic
+        """The time, of which the event loop must have the same idea."""
+
         self._server = server
         self._timer: asyncio.TimerHandle | None = None
         self._ticks_at = NEVER
@@ -68,7 +71,7 @@ class Clock:
 
     def now(self) -> float:
         """Return the time; if the process was paused, postpone all deadlines by the pause."""
-        now = time.monotonic()
+        now = self.monotonic()
         if now - self._ticks_at > LATE_S:
             paused_s = now - self._seen_at
             self.deadlines.delay(paused_s)

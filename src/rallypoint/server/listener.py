@@ -113,9 +113,13 @@ class Listener:
     async def close(self) -> None:
         """Stop listening and close all connections."""
         self.stop()
+        self.cut()
+        await asyncio.sleep(0)
+
+    def cut(self) -> None:
+        """Close all connections; unless the listener is closed, their peers may connect again."""
         for connection in list(self._connections):
             connection.close()
-        await asyncio.sleep(0)
 
     # Called by connections
 

@@ -63,9 +63,15 @@ CLOSE_S = 5.0
 
 
 class StoreServer:
-    """A state, its log, and the listener through which clients reach it."""
+    """A state, its log, and the listener through which clients reach it; `monotonic` is the clock of its deadlines."""
 
-    def __init__(self, settings: Settings, storage: Any = None, admission: Admission | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        storage: Any = None,
+        admission: Admission | None = None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
         self.settings = settings
         self.listener = Listener(settings, self, admission or Admission())
         self.turns = self.listener.turns
@@ -73,7 +79,7 @@ class StoreServer:
         """The reply to a native preface while another server leads (`native.standby`); empty while this one leads."""
 
         self.state = State()
-        self.clock: Clock = Clock(self)
+        self.clock: Clock = Clock(self, monotonic)
         self.storage = storage
         self.log: CommitQueue | None = None
         self.recovery_s = 0.0
