@@ -44,9 +44,9 @@ def build(source: Path, folder: Path) -> Distributions:
     return Distributions(wheel, sdist)
 
 
-def pack_dependencies(folder: Path) -> None:
-    """Make a wheel of every installed distribution that any of the users' extras needs."""
-    waiting = [Requirement(line) for line in metadata.requires("rallypoint") or [] if "torch" not in line]
+def pack_dependencies(folder: Path, *more: str) -> None:
+    """Make a wheel of every installed distribution that any of the users' extras needs, and of more."""
+    waiting = [Requirement(line) for line in [*(metadata.requires("rallypoint") or []), *more] if "torch" not in line]
     packed: set[str] = set()
     extras = ("server", "cli", "etcd", "tls")
     while waiting:
