@@ -119,17 +119,19 @@ def installed(name: str) -> str | None:
         return None
 
 
-def unmet(extra: str) -> list[str]:
-    """Return what of the package's requirements, with those of one extra, is not installed as asked for."""
+def unmet(extra: str, package: str = "rallypoint") -> list[str]:
+    """Return what of a package's requirements, with those of one extra, is not installed as asked for."""
     from pip._vendor.packaging.requirements import Requirement
 
-    wanted = [Requirement(line) for line in importlib.metadata.requires("rallypoint") or []]
+    wanted = [Requirement(line) for line in importlib.metadata.requires(package) or []]
     wanted = [one for one in wanted if one.marker is None or one.marker.evaluate({"extra": extra})]
     missing = [line for one in wanted if one.name == "rallypoint" for part in one.extras for line in unmet(part)]
     for one in wanted:
         version = installed(one.name)
-        if version is None or not one.specifier.contains(version, prereleases=True):
-            missing.append(f"{one.name}{one.specifier}")
+        fits = version is not None and one.specifier.contains(version, prereleases=True)
+        if not fits or (one.name != "rallypoint" and any(unmet(part, one.name) for part in one.extras)):
+            extras = f"[{','.join(sorted(one.extras))}]" if one.extras else ""
+            missing.append(f"{one.name}{extras}{one.specifier}")
     return missing
 
 
