@@ -15,6 +15,7 @@ from rallypoint.cli import COMMANDS
 from rallypoint.cli.cluster_options import place_in_cluster
 from rallypoint.cli.completion import complete_files
 from rallypoint.cli.credential_options import FILES, read_credentials
+from rallypoint.cli.health_options import health_rules
 from rallypoint.cli.hosts_command import run_on_hosts
 from rallypoint.cli.option_prefixes import PrefixCommand
 from rallypoint.cli.rdzv_conf import CONF, HOST, NOTES, note
@@ -239,6 +240,7 @@ def _job(worker: WorkerCommand, options: RunOptions) -> Job:
         local_address=options.local_addr,
         role=options.role,
         rules=_restart_rules(options),
+        health=health_rules(options),
         grace_s=_grace_s(options.grace, options.shutdown_timeout),
         hang_timeout_s=options.hang_timeout or 0.0,
         agent_timeout_s=options.agent_timeout,

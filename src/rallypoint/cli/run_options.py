@@ -14,6 +14,7 @@ import msgspec
 from rallypoint import net
 from rallypoint.cli.cluster_options import cluster_group
 from rallypoint.cli.credential_options import FILES
+from rallypoint.cli.health_options import health_group
 from rallypoint.cli.option_groups import OptionGroup, checked, parsed
 from rallypoint.cli.output_options import output_options
 from rallypoint.cli.rdzv_conf import read_conf
@@ -92,6 +93,9 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     grace: float | None
     shutdown_timeout: float | None
     exit_timeout: float
+    health_check: str | None
+    health_timeout: float
+    health_cooldown: float
     signals_to_handle: tuple[str, ...]
     log_dir: str | None
     redirects: str
@@ -124,7 +128,17 @@ def read_store_url(text: str) -> str:
 
 
 def _groups() -> list[OptionGroup]:
-    return [_size(), _place(), cluster_group(), _security(), _identity(), _program(), _restarts(), output_options()]
+    return [
+        _size(),
+        _place(),
+        cluster_group(),
+        _security(),
+        _identity(),
+        _program(),
+        _restarts(),
+        health_group(),
+        output_options(),
+    ]
 
 
 def _size() -> OptionGroup:

@@ -14,7 +14,15 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 
-__all__ = ["MAX_REPORT_BYTES", "FailureReport", "NodeReport", "RankReport", "decode_report", "encode_report"]
+__all__ = [
+    "MAX_REPORT_BYTES",
+    "FailureReport",
+    "HealthReport",
+    "NodeReport",
+    "RankReport",
+    "decode_report",
+    "encode_report",
+]
 
 MAX_REPORT_BYTES = 1024 * 1024
 """The longest report that is read."""
@@ -64,6 +72,19 @@ class FailureReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Time since it was seen."""
 
 
+class HealthReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A node that is out of the run, because its health check fails."""
+
+    failed: _Number
+    """Failed checks in a row."""
+
+    out_s: _Seconds
+    """Time since the first of them."""
+
+    next_check_s: _Seconds | None = None
+    """Time until it is checked again; None if a check is running."""
+
+
 class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """One node of a run, as its agent sees it."""
 
@@ -78,7 +99,7 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The round that it has joined last."""
 
     state: _Text = "waiting"
-    """waiting, running, stopping, done, draining, or failed."""
+    """waiting, running, stopping, done, draining, failed, checking (its health), or unhealthy (and out of the run)."""
 
     reason: _Text = ""
     """Why it is in this state."""
@@ -91,6 +112,9 @@ class NodeReport(Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     restart_budget: _Number = 0
     failure: FailureReport | None = None
+    health: HealthReport | None = None
+    """None if the node is well, or has no health check."""
+
     ranks: Annotated[list[RankReport], Meta(max_length=MAX_RANKS)] = []
     interval_s: _Seconds = 5.0
     """The agent writes the next report within this time; one that is much older is of an agent that hangs."""

@@ -25,6 +25,8 @@ from rallypoint.deadline import Deadline
 from rallypoint.errors import AuthenticationFailed, MeetingError, NetworkError, RallypointError, RunClosed
 from rallypoint.launch.events import Events
 from rallypoint.launch.failure_log import FailureLog
+from rallypoint.launch.health.health_error import HealthCheckFailed
+from rallypoint.launch.health.health_gate import HealthGate
 from rallypoint.launch.job import Job
 from rallypoint.launch.node_run import SUCCEEDED, NodeRun
 from rallypoint.launch.output.log_files import LogFiles
@@ -46,6 +48,7 @@ class NodeAgent:
 
     _logs: LogFiles
     _workers: WorkerGroup
+    _health: HealthGate
 
     def __init__(self, job: Job, report: Callable[[dict[str, Any]], object] | None = None) -> None:
         self._job = job
@@ -78,15 +81,16 @@ class NodeAgent:
                 return 128 + int(signal.Signals[caught.name])
             except RallypointError as error:
                 message, text = describe_end(error, self._round is not None), ""
+                code = error.exit_code if isinstance(error, HealthCheckFailed) else 1
             except Exception:
-                message = f"internal error of the launcher:\n{traceback.format_exc().rstrip()}"
+                code, message = 1, f"internal error of the launcher:\n{traceback.format_exc().rstrip()}"
                 text = f"rallypoint run: {message}"
             self._events.fail("error", message, text)
             self._torch_events.ended(False, (), interrupted=True)
             self._run.failed = message
             if self._round is not None:
                 self._round.stop()
-            return 1
+            return code
 
     def _report_outage(self, message: str) -> None:
         """Report that the server is down, is being restarted, or is back; the workers keep running."""
@@ -100,6 +104,8 @@ class NodeAgent:
         stack.callback(self._logs.close)
         self._workers = WorkerGroup(self._job, self._logs, self._wakeup.fileno(), self._torch_events.started)
         stack.callback(self._workers.close)
+        self._health = HealthGate(self._job, self._run, self._workers.reaper, self._events, self._wakeup)
+        stack.callback(self._health.close)
         self._run.monitor.watch(self._workers)
         stack.enter_context(self._events.shown_by(self._workers.say))
 
@@ -120,8 +126,9 @@ class NodeAgent:
     def _next_round(self) -> int | None:
         """Run the next round, or continue the current one if this node is done in it; return the exit code or None."""
         if self._round is None or not self._run.done:
-            began_at = time.monotonic()
             try:
+                self._health.hold()
+                began_at = time.monotonic()
                 spec = self._run.join_round()
             except RunClosed as closed:
                 return self._too_late(closed)
@@ -144,7 +151,8 @@ class NodeAgent:
         message = f"round {spec.number}: {spec.describe()}; {spec.reason}"
         facts = {"round": spec.number, "node_rank": spec.node_rank, "nodes": spec.nodes, "workers": spec.size}
         self._events.say("round", message, as_text=self._job.max_nodes > 1, **facts)
-        return RoundLoop(spec, self._job, self._run, self._workers, self._policy, self._events, self._wakeup)
+        parts = self._run, self._workers, self._health, self._policy, self._events, self._wakeup
+        return RoundLoop(spec, self._job, *parts)
 
     def _too_late(self, closed: RunClosed) -> int:
         """Report the result of a closed run; it is also this node's result if it took part, or waited as a spare."""

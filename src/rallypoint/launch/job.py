@@ -21,6 +21,7 @@ import msgspec
 
 from rallypoint.core.machines.machine import MAX_MEMBERS
 from rallypoint.core.machines.rendezvous import MAX_TEXT
+from rallypoint.core.policy.health_policy import HealthRules
 from rallypoint.core.policy.restart_policy import RestartRules
 from rallypoint.launch.output.output_settings import OutputSettings
 from rallypoint.recipes.join_args import node_name
@@ -113,6 +114,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     local_address: str | None = None
     role: str = "default"
     rules: RestartRules = RestartRules()
+    health: HealthRules = HealthRules()
     grace_s: float = 30.0
     """Grace period of workers between SIGTERM and SIGKILL."""
 

@@ -76,11 +76,14 @@ class NodeRun:
         self.failed = ""
         """Why this node fails, if it does; sent to the others when it leaves."""
 
+        self.held = ""
+        """What the health gate holds this node back for; empty if it does not."""
+
     @property
     def waits_for(self) -> str:
         """What an agent without workers is doing; reported if a signal ends it."""
         idle = "no worker ran" if self._job.max_nodes == 1 else "waiting for other nodes"
-        return self._search.waits_for or idle
+        return self._search.waits_for or self.held or idle
 
     # The session
 
@@ -293,6 +296,13 @@ class NodeRun:
                 at.close_round(self._job.run_id, self._round.scope, LEAVE_S)
                 self.run_state.clear()
         given_up.cancel()
+
+    def leave_round(self) -> None:
+        """Leave the round, as a lost node does; this node may join again."""
+        self._suspects = set()
+        self.run_state.leave()
+        self.rendezvous.leave()
+        self._liveness.leave()
 
     def _waiting_reason(self) -> str:
         status = self.rendezvous.status()

@@ -20,6 +20,7 @@ from rallypoint.launch.events import Events
 from rallypoint.launch.failure_log import FailureLog
 from rallypoint.launch.failures import server_failure
 from rallypoint.launch.hang_watch import HangWatch
+from rallypoint.launch.health.health_gate import HealthGate
 from rallypoint.launch.job import Job
 from rallypoint.launch.node_run import SUCCEEDED, NodeRun
 from rallypoint.launch.round_result import REJOIN, RoundEnd, RoundResult
@@ -53,11 +54,12 @@ class RoundLoop:
         job: Job,
         run: NodeRun,
         workers: WorkerGroup,
+        health: HealthGate,
         policy: RestartPolicy,
         events: Events,
         wakeup: WakeupPipe,
     ) -> None:
-        self._spec, self._job, self._run, self._workers = spec, job, run, workers
+        self._spec, self._job, self._run, self._workers, self._health = spec, job, run, workers, health
         self._policy, self._events, self._wakeup = policy, events, wakeup
         self._due: list[tuple[Deadline, Sequence[int]]] = [(Deadline(0.0), spec.ranks)]
         """Ranks to start, each group with its start time, earliest first."""
@@ -68,7 +70,8 @@ class RoundLoop:
 
         self.failures = FailureLog()
         self._hangs = HangWatch(spec, job, run, workers, events, wakeup)
-        self.result = RoundResult(spec, job, run, workers, policy, events, self.failures, self.stop, self._pause)
+        parts = run, workers, health, policy, events, self.failures
+        self.result = RoundResult(spec, job, *parts, self.stop, self._pause)
 
     def run(self) -> RoundEnd:
         """Run the round to its end; raise NetworkError if the server is lost."""
@@ -100,7 +103,10 @@ class RoundLoop:
             self._run_state.notified = False  # first: a notification during the check causes another check
             self._check_by = self._check_by and Deadline(CHECK_S)
             return self._check_round() or Decision(Action.WAIT, "the round is unchanged")
-        if self._due and self._due[0][0].expired():
+        unhealthy = self._health.poll()
+        if unhealthy:
+            return self._policy.unhealthy(unhealthy)
+        if self._due and self._due[0][0].expired() and not self._health.is_checking:
             return self._start(self._due.pop(0)[1])
         if self.result.done_by is not None and self.result.done_by.expired():
             return self._waited_for_others()
@@ -109,7 +115,8 @@ class RoundLoop:
     def _wait_s(self) -> float:
         """Return the time until the next timer expires; all other events wake the agent."""
         hangs_by = self._hangs.due if self._policy.running else None
-        timers = [*(deadline for deadline, _ in self._due), self.result.done_by, self._check_by, hangs_by]
+        starts = () if self._health.is_checking else self._due
+        timers = [*(deadline for deadline, _ in starts), self.result.done_by, self._check_by, hangs_by]
         return min([LONG_S, *(timer.remaining() for timer in timers if timer is not None)])
 
     def _announce(self, decision: Decision) -> None:
@@ -132,6 +139,7 @@ class RoundLoop:
             self.stop(decision.ranks)
             self._workers.restarted(self._run_state.restarts())
             self._due = sorted([*self._due, (Deadline(decision.after_s), decision.ranks)], key=lambda due: due[0].at)
+            self._health.begin()
         elif act == Action.REJOIN:
             if self.failures:
                 self._run.announce_failure(self.failures)
@@ -161,12 +169,14 @@ class RoundLoop:
 
     def _failed(self, end: WorkerExit) -> Decision:
         """Decide what follows the failure added last, unless it is the consequence of another one."""
+        self._health.worker_failed(self.failures, self._spec.ranks)
         other = self._store_lost() or (None if self._is_over else self._check_round()) or self._store_lost(failed=True)
         if other is not None:
             return other
         self._run.monitor.reporter.failed(self.failures.last)
         of_all = self._job.rules.restart == "group"
         used = self._run.monitor.reporter.restarts = self._run_state.charge(self.failures.last, of_all)
+        self._health.charged = self._run_state.charged
         counts = self._job.rules.no_progress_limit and self._run_state.charged
         stalled = self._run_state.count_stalled(self._run.monitor.highest_step()) if counts else 0
         return self._policy.exited(end, used, stalled)
@@ -215,6 +225,7 @@ class RoundLoop:
         cause = self._run_state.cause()
         if cause is not None:
             self._workers.kill(cause.hung)
+            self._health.worker_failed([cause], self._spec.ranks)
             return self._policy.failed_elsewhere(cause.summary())
         change = self._rendezvous.changed  # also set when the watch was lost
         if status.phase == "formed" and status.round == self._spec.number and not change.is_set():

@@ -10,6 +10,7 @@ from rallypoint.deadline import Deadline
 from rallypoint.launch.events import Events
 from rallypoint.launch.failure_log import FailureLog
 from rallypoint.launch.failures import Failure
+from rallypoint.launch.health.health_gate import HealthGate
 from rallypoint.launch.job import Job
 from rallypoint.launch.node_run import FAILED, SUCCEEDED, NodeRun
 from rallypoint.launch.round_spec import RoundSpec
@@ -45,13 +46,14 @@ class RoundResult:
         job: Job,
         run: NodeRun,
         workers: WorkerGroup,
+        health: HealthGate,
         policy: RestartPolicy,
         events: Events,
         failures: FailureLog,
         stop: Callable[[], object],
         pause: Callable[[float], object],
     ) -> None:
-        self._spec, self._job, self._run, self._workers = spec, job, run, workers
+        self._spec, self._job, self._run, self._workers, self._health = spec, job, run, workers, health
         self._policy, self._events, self._failures = policy, events, failures
         self._stop, self._pause = stop, pause
         self._failing = ""
@@ -71,11 +73,12 @@ class RoundResult:
         return RoundEnd(self._rendezvous.status().result or SUCCEEDED, f"the run has succeeded: {reason}")
 
     def fail(self, reason: str) -> RoundEnd:
-        """Fail the run; if the failure follows the loss of a node, join the next round instead."""
+        """Fail the run; if a lost node or this node's health explains the failure, join the next round instead."""
         own, self._failing = self._failures.last, reason
         self._failures.add([self._workers.failure(end.rank, end.code) for end in self._workers.exits() if end.code])
         known = Deadline(LOST_S)
-        if self._spec.nodes > 1 and own.pid and own.code not in self._job.rules.final_codes:
+        is_explicable = own.pid and own.code not in self._job.rules.final_codes
+        if self._spec.nodes > 1 and is_explicable:
             self._run_state.set_cause(own)
             self._run_state.notify()
             self._stop()
@@ -87,6 +90,10 @@ class RoundResult:
                 self._failing = ""
                 self._events.say("rejoin", self._policy.retract_failure(", ".join(sorted(lost))).reason)
                 return REJOIN
+        if is_explicable and self._health.explains_failure(self._stop):
+            self._failing = ""
+            self._events.say("rejoin", self._policy.unhealthy("the failure is not the worker's").reason)
+            return REJOIN
         end = self._close_failed(self._run_state.cause() or own, reason)
         self._stop()
         return end

@@ -209,6 +209,11 @@ class RestartPolicy(Struct, kw_only=True):
         self.ending = ""
         return Decision(Action.REJOIN, f"the failure is a consequence of a lost node: {lost}")
 
+    def unhealthy(self, reason: str) -> Decision:
+        """Leave the round: the health check of this node failed, which explains the failure of its worker."""
+        self.ending = ""
+        return Decision(Action.REJOIN, f"{reason}; this node leaves the round")
+
     def closed(self, result: str, reason: str) -> Decision:
         """Decide when the run has its result."""
         return self._end(Action.END, f"the run has {result}: {reason}")

@@ -87,30 +87,34 @@ class RequestListener:
         self._stacks = stacks
         self._on_request = on_request
         self._tracing = threading.Lock()
+        self._store: Store | None = None
+        self._node = ""
 
     def attach(self, store: Store, node: str) -> None:
-        """Listen to requests in this store from now on, until it is closed."""
+        """Listen to requests in this store from now on, until it is closed; again to change the name of this node."""
+        self._node = node
+        if store is self._store:
+            return
+        self._store = store
         with contextlib.suppress(RallypointError):
             watch = store.watch(f"{self._run}/ask:")
-            thread = threading.Thread(
-                target=self._listen, args=(store, node, watch), name="requests to agents", daemon=True
-            )
+            thread = threading.Thread(target=self._listen, args=(store, watch), name="requests to agents", daemon=True)
             thread.start()
 
-    def _listen(self, store: Store, node: str, watch: Watch) -> None:
+    def _listen(self, store: Store, watch: Watch) -> None:
         for change in changes_of(watch):
             if change.value is not None:
                 with contextlib.suppress(RallypointError):  # the answer does not reach the store; the next one may
-                    self._receive(store, node, change.key.rpartition(":")[2], change.value)
+                    self._receive(store, change.key.rpartition(":")[2], change.value)
 
-    def _receive(self, store: Store, node: str, number: str, data: bytes) -> None:
+    def _receive(self, store: Store, number: str, data: bytes) -> None:
         try:
             request = msgspec.json.decode(data, type=AgentRequest)
         except msgspec.DecodeError:
             return
-        if request.node not in ("", node):
+        if request.node not in ("", self._node):
             return
-        answer = f"{self._run}/answer:{number}:{node}"
+        answer = f"{self._run}/answer:{number}:{self._node}"
         if request.kind != STACKS:
             store.lease(answer, b"")
             self._on_request(request)

@@ -35,7 +35,6 @@ class NodeMonitor:
         """A request to restart the workers, for the agent's loop."""
 
         self._node = job.node or ""
-        self._listening: Store | None = None
         self._stopped_at: dict[int, float] = {}
         """When a process was first seen stopped; forgotten when it runs again."""
 
@@ -47,14 +46,11 @@ class NodeMonitor:
         """Use this store from now on, under this name of the node."""
         self._node = node
         self.reporter.attach(store, node)
-        if store is not self._listening:
-            self._listening = store
-            self._requests.attach(store, node)
+        self._requests.attach(store, node)
 
     def detach(self) -> None:
         """Use no store until the next `attach`: it is lost."""
         self.reporter.detach()
-        self._listening = None
 
     def observe(self) -> list[RankStack]:
         """Return the state and the progress of this node's running workers, without their stacks."""

@@ -14,10 +14,11 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import msgspec
 
-from rallypoint.core.run_report import FailureReport, NodeReport, RankReport, encode_report
+from rallypoint.core.run_report import FailureReport, HealthReport, NodeReport, RankReport, encode_report
 from rallypoint.errors import RallypointError
 from rallypoint.launch.failures import Failure
 from rallypoint.launch.job import Job
@@ -25,7 +26,7 @@ from rallypoint.launch.monitoring.stack_dump import STOPPED, process_state
 from rallypoint.launch.monitoring.worker_records import WorkerEntry
 from rallypoint.launch.workers.worker_group import WorkerGroup
 from rallypoint.recipes.join_args import address_of, quoted
-from rallypoint.store.base import Store
+from rallypoint.store.base import Lease, Store
 
 __all__ = ["NodeReporter", "report_key"]
 
@@ -59,6 +60,9 @@ class NodeReporter:
         self.workers: WorkerGroup | None = None
         self.restarts = 0
         """Restarts that the job has used."""
+
+        self.health: Callable[[], HealthReport | None] = lambda: None
+        """What the health check has found; called in the reporter's thread."""
 
         self.hung: dict[int, str] = {}
         """Ranks that hang, and why; replaced as a whole."""
@@ -102,6 +106,7 @@ class NodeReporter:
 
     def _write(self) -> None:
         last: tuple[Store, NodeReport] | None = None
+        lease: Lease | None = None
         written_at = 0.0
         while not self._closed.wait(max(0.0, written_at + self._soonest_s - time.monotonic())):
             if self._target is not None:
@@ -110,8 +115,11 @@ class NodeReporter:
                 found = store, _without_durations(report)
                 if found != last or time.monotonic() - written_at >= self.interval_s - self._soonest_s:
                     last, written_at = found, time.monotonic()
+                    key = report_key(self._job.run_id, node)
                     with contextlib.suppress(RallypointError, ValueError):
-                        store.lease(report_key(self._job.run_id, node), encode_report(report))
+                        if lease is not None and lease.key != key:  # the node got its name when it joined
+                            lease.release()
+                        lease = store.lease(key, encode_report(report))
             self._changed.wait(self._soonest_s)
             self._changed.clear()
 
@@ -141,6 +149,7 @@ class NodeReporter:
             restarts=self.restarts,
             restart_budget=self._job.rules.budget,
             failure=_failure_report(*self._failure) if self._failure else None,
+            health=self.health(),
             ranks=[] if workers is None else [self._rank(workers, entry) for entry in workers.entries],
             interval_s=self.interval_s,
         )
@@ -185,7 +194,8 @@ def _without_durations(report: NodeReport) -> NodeReport:
     """Return what has changed when it changes: a report without what changes all the time."""
     ranks = [msgspec.structs.replace(rank, progress_age_s=None) for rank in report.ranks]
     failure = report.failure and msgspec.structs.replace(report.failure, age_s=0.0)
-    return msgspec.structs.replace(report, uptime_s=0.0, ranks=ranks, failure=failure)
+    health = report.health and msgspec.structs.replace(report.health, out_s=0.0, next_check_s=None)
+    return msgspec.structs.replace(report, uptime_s=0.0, ranks=ranks, failure=failure, health=health)
 
 
 def _rounded(duration_s: float) -> float:

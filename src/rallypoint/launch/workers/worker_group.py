@@ -55,7 +55,9 @@ class WorkerGroup:
         self.records = WorkerRecords(job.workers)
         """What the workers tell this agent while they run."""
 
-        self._reaper = OrphanReaper(logs.scratch, self.records.directory)
+        self.reaper = OrphanReaper(logs.scratch, self.records.directory)
+        """Kills what this agent has started, if the agent dies."""
+
         self._output = WorkerOutput(job, logs)
         self._workers: dict[int, tuple[WorkerProcess, WorkerStreams, Path]] = {}
         self._exits = selectors.DefaultSelector()
@@ -123,7 +125,7 @@ class WorkerGroup:
             f"{spec.node}:{rank}",
             streams.stdout,
             streams.stderr,
-            self._reaper,
+            self.reaper,
             None if self._job.cpus is None else self._job.cpus[local],
         )
         try:
@@ -234,7 +236,7 @@ class WorkerGroup:
         self.stop(None, signal.SIGKILL, Deadline(0.0), lambda: True)
         self._output.close()
         self._exits.close()
-        self._reaper.close()
+        self.reaper.close()
         self.records.close()
 
     def _unstartable(self, rank: int, error: Exception) -> Failure:

@@ -6,7 +6,7 @@
   const CONTROL = /[\ud800-\udbff][\udc00-\udfff]|[\u0000-\u001f\u007f-\u009f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]/g;
   const CLASSES = { running: "calm", starting: "soft", succeeded: "good", done: "good", waiting: "soft", hung: "bad",
     failed: "bad", stopped: "warn", lost: "bad", ended: "soft", stopping: "warn", draining: "warn", gathering: "warn",
-    closed: "soft" };
+    closed: "soft", checking: "warn", unhealthy: "bad" };
   const printable = (value, kept = "") => String(value).replace(CONTROL, (found) =>
     found.length > 1 || kept.includes(found) ? found : "\\u" + found.charCodeAt(0).toString(16).padStart(4, "0"));
 
@@ -40,10 +40,16 @@
     node.since = performance.now() / 1000 - s;
     return node;
   }
+  function until(s) {  // a time to wait, which passes
+    const node = el("span.until", duration(s));
+    node.at = performance.now() / 1000 + s;
+    return node;
+  }
   setInterval(() => {
     if (document.body.classList.contains("stale")) return;
     const now = performance.now() / 1000;
     for (const node of document.querySelectorAll(".age")) node.textContent = duration(now - node.since);
+    for (const node of document.querySelectorAll(".until")) node.textContent = duration(Math.max(0, node.at - now));
   }, 1000);
   function size(bytes) {
     const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -98,11 +104,15 @@
       restarts ? ", restarted " + plural(restarts, "time") : "",
       numbers.length === 1 ? " (" + group.members[0].node + ", pid " + group.members[0].rank.pid + ")" : ""].flat();
   }
+  function drawHealth(health) {
+    const next = health.next_check_s;
+    return [", out for ", age(health.out_s), Number.isFinite(next) ? [", checked again in ", until(next)] : ""].flat();
+  }
   function drawNode(node) {
     const where = [node.host, node.address !== node.host ? node.address : ""].filter(Boolean).join(", ");
     return [el("b", node.node), where ? " (" + where + ")" : "", node.rank !== null ? ", rank " + node.rank : "",
       badge(node.state, (node.spare ? "spare, " : "") + node.state), node.since_s !== null ? [" for ", age(node.since_s)] : "",
-      node.reason ? ": " + node.reason : "",
+      node.health ? drawHealth(node.health) : "", node.reason ? ": " + node.reason : "",
       node.silent ? el("b.bad", " silent: no report for ", age(node.report_age_s)) : ""].flat();
   }
   function drawRun(run) {

@@ -12,7 +12,7 @@ from __future__ import annotations
 import msgspec
 from msgspec import Struct
 
-from rallypoint.core.run_report import FailureReport, RankReport
+from rallypoint.core.run_report import FailureReport, HealthReport, RankReport
 from rallypoint.server.status.object_model import GroupStatus, LockStatus, MeetingStatus, WorkStatus
 
 __all__ = [
@@ -54,6 +54,9 @@ class NodeStatus(Struct, kw_only=True):
 
     silent: bool = False
     """Whether the next report is overdue: the agent hangs, is stopped, or cannot reach this server."""
+
+    health: HealthReport | None = None
+    """Why it is out of the run since when, if its health check fails; as of now."""
 
     ranks: list[RankReport] = []
     """Its workers; `progress_age_s` is as of the report, `report_age_s` ago."""

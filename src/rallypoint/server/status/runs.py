@@ -7,10 +7,12 @@ from collections import Counter
 from collections.abc import Callable
 from itertools import islice
 
+import msgspec
+
 from rallypoint.core.machines.machine import Call
 from rallypoint.core.machines.rendezvous import RendezvousMachine
 from rallypoint.core.policy.round_policy import JoinedNode
-from rallypoint.core.run_report import FailureReport, NodeReport
+from rallypoint.core.run_report import FailureReport, HealthReport, NodeReport
 from rallypoint.server.status.history import History, aged
 from rallypoint.server.status.model import NodeStatus, RunStatus
 from rallypoint.server.status.reports import ReceivedReport, RunSource
@@ -53,6 +55,8 @@ class RunDescriber:
         status.more_nodes = max(0, len(everybody) - MAX_NODES)
         for name in islice(everybody, MAX_NODES):
             status.nodes.append(self._node(name, source, reports.get(name)))
+        out = {node.node for node in status.nodes if node.health is not None}  # they left, and were not lost
+        status.missing = [name for name in status.missing if name not in out]
         _count_ranks(status, reports, MAX_RANKS - listed)
         status.failure = self._first_failure(reports) if reports else self._history.failure_of(source.name)
         return status
@@ -72,7 +76,7 @@ class RunDescriber:
             node.report_age_s = max(0.0, self._clock() - received.at)
             late = node.report_age_s > SILENT * max(1.0, report.interval_s)
             node.silent = late and report.state not in ("done", "failed")
-            node.ranks = report.ranks
+            node.ranks, node.health = report.ranks, _health_after(report.health, node.report_age_s)
         return node
 
     def _since(self, key: bytes, joined: JoinedNode) -> float:
@@ -120,6 +124,14 @@ def _place(node: NodeStatus, machine: RendezvousMachine) -> None:
         node.state, node.rank = "waiting" if machine.over else "running", machine.ranks.get(name)
     elif machine.closed is not None:
         node.state, node.rank = "done", machine.ranks.get(name)
+
+
+def _health_after(health: HealthReport | None, age_s: float) -> HealthReport | None:
+    """Return the health of a node as of now, by a report of that age."""
+    if health is None:
+        return None
+    next_s = None if health.next_check_s is None else max(0.0, round(health.next_check_s - age_s, 3))
+    return msgspec.structs.replace(health, out_s=round(health.out_s + age_s, 3), next_check_s=next_s)
 
 
 def _count_ranks(status: RunStatus, reports: dict[str, ReceivedReport], room: int) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 
-from rallypoint.core.run_report import FailureReport, RankReport
+from rallypoint.core.run_report import FailureReport, HealthReport, RankReport
 from rallypoint.server.status.model import NodeStatus, RunStatus, ServerStatus
 from rallypoint.server.status.object_model import LockStatus, MeetingStatus, WorkStatus
 from rallypoint.text import printable
@@ -134,7 +134,13 @@ def _node(node: NodeStatus) -> str:
     reason = f": {node.reason}" if node.reason else ""
     silent = f"; silent: no report for {duration(node.report_age_s or 0.0)}" if node.silent else ""
     spare = "spare, " if node.spare else ""
-    return f"node{rank} {node.node}{f' ({where})' if where else ''}: {spare}{node.state}{since}{reason}{silent}"
+    out = f", {_out(node.health)}" if node.health is not None else ""
+    return f"node{rank} {node.node}{f' ({where})' if where else ''}: {spare}{node.state}{since}{out}{reason}{silent}"
+
+
+def _out(health: HealthReport) -> str:
+    again = "" if health.next_check_s is None else f", checked again in {duration(health.next_check_s)}"
+    return f"out for {duration(health.out_s)}{again}"
 
 
 def _failure(failure: FailureReport, lead: str) -> Iterator[str]:
