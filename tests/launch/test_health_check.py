@@ -40,7 +40,7 @@ class Run:
 
 def test_a_check_has_the_exit_code_and_the_last_lines_of_both_streams(reaper: OrphanReaper) -> None:
     found = Run(reaper, "seq 1000; echo; echo 'bad \033[31mGPU' >&2; exit 7").result()
-    assert found == (7, "exit code 7", ("999", "1000", r"bad \x1b[31mGPU"))
+    assert found[:] == (7, "exit code 7", ("999", "1000", r"bad \x1b[31mGPU"))
     assert found.reason == r"exit code 7: 999; 1000; bad \x1b[31mGPU" and not found.passed
     assert Run(reaper, "exit 0").result().passed
     assert Run(reaper, "kill -9 $$").result()[:2] == (-9, "killed by SIGKILL (9)")

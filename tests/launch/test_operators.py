@@ -110,6 +110,26 @@ def until_reported(place: Place) -> None:
     subprocess.run([*command, f"tcp://localhost:{place.port}"], check=True, timeout=AMPLE_S, stdout=subprocess.DEVNULL)
 
 
+@pytest.mark.parametrize(("what", "codes"), [("drain", {143}), ("kill", {130, 143})])
+def test_a_node_that_is_out_for_its_health_leaves_for_good(place: Place, what: str, codes: set[int]) -> None:
+    words = ["--health-check", "exit 3", "--health-cooldown", 900, place.script("stay()")]
+    node = place.node("n0", *words, nodes="1:2", run="a/b")
+    node.until("health check failed: exit code 3; this node is out of the run")
+    until_reported(place)
+    assert operate(place, what, "a/b/n0") == f"{what} of a/b/n0: confirmed by n0\n"
+    assert node.end() in codes and not node.out
+    assert re.search(rf"this node leaves the run \({what}\), {WHO}", node.err), node.err
+
+
+def test_a_run_is_killed_while_its_node_is_out_for_its_health(place: Place) -> None:
+    words = ["--health-check", "exit 3", "--health-cooldown", 900, place.script("stay()")]
+    node = place.node("n0", *words, nodes="1:2", run="a/b")
+    node.until("health check failed: exit code 3; this node is out of the run")
+    until_reported(place)
+    assert operate(place, "kill", "a/b") == "kill of a/b: the run has ended\n"
+    assert node.end() == 1 and re.search(rf"run killed, {WHO}", node.err), node.err
+
+
 def test_the_reason_is_one_line_whatever_it_contains(place: Place) -> None:
     node = place.node("n0", place.script("stay()"), nodes="1", run="a/b")
     node.up(0, world=1)

@@ -10,7 +10,7 @@ from tests.server.peers import settle
 from tests.status.models import Turned, join, report, report_key
 
 from rallypoint.core.machines.rendezvous import RendezvousClose, RendezvousLeave
-from rallypoint.core.run_report import FailureReport, RankReport
+from rallypoint.core.run_report import FailureReport, HealthReport, RankReport
 from rallypoint.server.server import StoreServer
 from rallypoint.server.status import reports, runs
 from rallypoint.server.status.history import MAX_FAILURES, MAX_ROUNDS
@@ -66,6 +66,27 @@ async def test_a_node_whose_report_is_overdue_is_silent(server: StoreServer, log
     assert turned.status().runs[0].nodes[0].silent
     await turned.put(peer, report_key("demo", "n0"), report("demo", "n0", interval_s=5.0))
     assert not turned.status().runs[0].nodes[0].silent
+
+
+@in_memory()
+async def test_a_node_that_left_for_its_health_is_unhealthy_and_not_lost(
+    server: StoreServer, log: FakeLog | None
+) -> None:
+    turned = Turned(server)
+    peers = [await turned.peer() for _ in range(2)]
+    calls = [await turned.act(peer, b"/demo", f"n{at}", join(2)) for at, peer in enumerate(peers)]
+    await turned.act(peers[1], b"/demo", "n1", RendezvousLeave(calls[1]))
+    assert turned.status().runs[0].missing == ["n1"]
+    health = HealthReport(failed=2, out_s=7.0, next_check_s=20.0)
+    data = report("demo", "n1", state="unhealthy", reason="no GPU", health=health, round=2)
+    await turned.put(peers[1], report_key("demo", "n1"), data)
+    turned.observe()
+    for later_s, out_s, next_s in ((5.0, 12.0, 15.0), (30.0, 42.0, 0.0)):
+        turned.now += later_s
+        (run,) = turned.status().runs
+        (node,) = [node for node in run.nodes if node.node == "n1"]
+        assert (node.state, node.reason, node.rank, run.missing) == ("unhealthy", "no GPU", None, [])
+        assert node.health == HealthReport(failed=2, out_s=out_s, next_check_s=next_s)
 
 
 @in_memory()

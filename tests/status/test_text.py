@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rallypoint.core.run_report import FailureReport, RankReport
+from rallypoint.core.run_report import FailureReport, HealthReport, RankReport
 from rallypoint.server.status.model import (
     FollowerStatus,
     NodeStatus,
@@ -89,6 +89,18 @@ def test_a_run_of_many_nodes_lists_only_those_that_need_attention() -> None:
     text = render_text(status(runs=[RunStatus(run="demo", phase="running", nodes=nodes, max_nodes=100, min_nodes=100)]))
     assert "node n40: running; silent: no report for 1 min" in text
     assert "and 99 more nodes" in text and "n41" not in text
+
+
+def test_a_node_that_is_out_says_why_since_when_and_until_when() -> None:
+    health = HealthReport(failed=3, out_s=75.0, next_check_s=45.0)
+    node = NodeStatus(
+        node="n1", host="gpu-7", state="unhealthy", reason="health check failed: exit code 3", health=health
+    )
+    run = RunStatus(run="job", nodes=[*(NodeStatus(node=f"n{at + 2}") for at in range(20)), node])
+    (line,) = [line for line in render_text(status(runs=[run]), 200).splitlines() if "n1" in line.split(" ")]
+    assert line.strip() == (
+        "node n1 (gpu-7): unhealthy, out for 1 min 15 s, checked again in 45 s: health check failed: exit code 3"
+    )
 
 
 def test_a_failure_shows_its_traceback_as_it_is_indented() -> None:
