@@ -6,10 +6,12 @@ import os
 from functools import cached_property
 from time import monotonic_ns
 
+from rallypoint.core.policy.stop_policy import NONE
 from rallypoint.deadline import Timeout
 from rallypoint.errors import AddressTaken, RallypointError, WithFields
 from rallypoint.launch.held_ports import HeldPorts
 from rallypoint.launch.monitoring.progress_record import MONITOR_VARIABLE, PROGRESS_AT, STEP, ProgressWriter
+from rallypoint.launch.preemption.stop_record import PASSED, PROPOSED, wait_for_answer
 from rallypoint.recipes.barrier import Barrier
 from rallypoint.recipes.exchange import Exchange
 from rallypoint.recipes.join_args import round_prefix
@@ -72,6 +74,23 @@ class Worker:
         record = self._record
         record[STEP] = step
         record[PROGRESS_AT] = monotonic_ns()
+
+    def should_stop(self, step: int) -> bool:
+        """Return whether to stop before this step: save a checkpoint, and exit with code 0 or 75.
+
+        When a node of the run is preempted (`--preempt-signal`, `rallypoint runs drain`), all ranks that call this get
+        True at the same step, if they ask at the same steps. Steps must increase, and may skip numbers: count them over
+        all epochs. It takes about a microsecond, and counts as `progress(step)`. Only during a preemption may it wait,
+        until the other ranks have asked, too; signals are handled meanwhile.
+        """
+        record = self._record
+        record[STEP] = step
+        record[PROGRESS_AT] = monotonic_ns()
+        if record[PROPOSED] != NONE:
+            return wait_for_answer(record, step)
+        if step > record[PASSED]:
+            record[PASSED] = step
+        return False
 
     def barrier(self, timeout: Timeout | None = None, name: str = "workers") -> None:
         """Wait until all workers of the round have arrived."""

@@ -1,15 +1,15 @@
 """The records of an agent's workers: a small file in shared memory that workers write to and the agent reads.
 
-    DIR/records            64 bytes for each local rank (below)
+    DIR/records            128 bytes for each local rank (below)
     DIR/stacks.LOCAL_RANK  where the worker's faulthandler writes its stacks
     DIR/agent.json         the run, its store, the node, and the workers, for commands on this machine (local_agents.py)
     DIR/token              the token of the store, if the agent made it for a private server
 
 DIR belongs to the agent, which removes it; its parent belongs to the user (mode 0700). A worker gets the path
-`DIR/LOCAL_RANK` in RALLYPOINT_MONITOR. Its record has eight integers of eight bytes, each of which is written as a
-whole: the last step; when that was, in nanoseconds of the monotonic clock, which all processes of a machine share (0:
-never); the process that answers the dump signal, and its descriptor of the stack file; the dump signal; and three that
-are unused.
+`DIR/LOCAL_RANK` in RALLYPOINT_MONITOR. Its record has integers of eight bytes, each of which is written as a whole: the
+last step; when that was, in nanoseconds of the monotonic clock, which all processes of a machine share (0: never); the
+process that answers the dump signal, and its descriptor of the stack file; the dump signal; three that are unused; five
+for the agreement on a step to stop at (preemption/stop_record.py).
 
 Rejected: a pipe or a socket to the agent. A call of `progress` would be a system call, and could block.
 """
@@ -31,7 +31,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from rallypoint.launch.monitoring.progress_record import MONITOR_VARIABLE, RECORD_BYTES
+from rallypoint.core.policy.stop_policy import NONE
+from rallypoint.launch.monitoring.progress_record import MONITOR_VARIABLE, RECORD_BYTES, STOP_NUMBERS
 
 __all__ = [
     "ANSWER_SIGNAL",
@@ -52,7 +53,8 @@ TOKEN_FILE = "token"
 HOOK = str(Path(__file__).parent / "hook")
 """The directory of the hook that Python workers import at start-up."""
 
-_RECORD = struct.Struct("=5q24x")
+_RECORD = struct.Struct("=5q24x5q24x")
+_NO_STEPS = [NONE] * len(range(*STOP_NUMBERS))
 
 DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", -7) + 7
 """The signal at which workers dump their stacks: a real-time signal that nothing else uses; 0 without such signals."""
@@ -126,7 +128,7 @@ class WorkerRecords:
         try:
             if self._map is None:
                 self._map = self._create(self.directory)
-            _RECORD.pack_into(self._map, local_rank * RECORD_BYTES, 0, 0, 0, 0, DUMP_SIGNAL)
+            _RECORD.pack_into(self._map, local_rank * RECORD_BYTES, 0, 0, 0, 0, DUMP_SIGNAL, *_NO_STEPS)
             stacks = self.directory / f"stacks.{local_rank}"
             stacks.unlink(missing_ok=True)  # a process of an earlier attempt may still have it open
             stacks.touch(0o600)
@@ -161,6 +163,16 @@ class WorkerRecords:
         step, at_ns, *_ = _RECORD.unpack_from(self._map, local_rank * RECORD_BYTES)
         return _progress(step, at_ns)
 
+    def numbers(self, local_rank: int) -> memoryview | None:
+        """Return the numbers of a record, each read and written as a whole; None if no worker was started.
+
+        Keep no reference to it: the file cannot be closed meanwhile.
+        """
+        if self._map is None:
+            return None
+        start = local_rank * RECORD_BYTES
+        return memoryview(self._map)[start : start + RECORD_BYTES].cast("q")
+
     def close(self) -> None:
         """Remove the files."""
         if self._map is not None:
@@ -186,7 +198,7 @@ class RecordReader:
         try:
             with open(f"{self._entry.directory}/records", "rb", opener=nonblocking) as file:
                 file.seek(self._entry.local_rank * RECORD_BYTES)
-                step, at_ns, pid, descriptor, number = _RECORD.unpack(file.read(RECORD_BYTES))
+                step, at_ns, pid, descriptor, number, *_ = _RECORD.unpack(file.read(RECORD_BYTES))
         except (OSError, struct.error):
             return None, None
         point = DumpPoint(pid, descriptor) if pid > 0 and number == DUMP_SIGNAL else None

@@ -20,6 +20,8 @@ __all__ = ()
 HIGH_FD = 1000
 """The descriptor of the stack file, if it is free: scripts may count on the low numbers."""
 
+RECORD_BYTES = 128
+"""The size of a record, as in progress_record.py."""
 
 MAX_THREADS, MAX_DEPTH = 50, 100
 """The most threads of one answer, and the most frames of each."""
@@ -32,8 +34,8 @@ def _register():  # type: () -> None
     folder, local = os.path.split(os.environ["RALLYPOINT_MONITOR"])
     records = os.open(os.path.join(folder, "records"), os.O_RDWR)
     try:
-        start = 64 * int(local)
-        numbers = memoryview(os.pread(records, 64, start)).cast("q")
+        start = RECORD_BYTES * int(local)
+        numbers = memoryview(os.pread(records, RECORD_BYTES, start)).cast("q")
         if numbers[2] and _is_alive(numbers[2]):
             return  # a parent of this process has registered
         stacks = os.open(os.path.join(folder, "stacks." + local), os.O_WRONLY | os.O_APPEND)
