@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from tests.launch.test_numa import gpu, put
 
-from rallypoint.launch.job import signal_names
 from rallypoint.launch.output.line_filter import parse_filters
+from rallypoint.launch.signal_names import signal_names
 from rallypoint.launch.workers.numa import MODES, cpus_of_workers
 
 from .torch_processes import AMPLE_S
@@ -128,7 +128,7 @@ def test_filters_are_parsed_alike(text: str) -> None:
 def test_the_default_signals_are_the_same() -> None:
     from torch.distributed.run import get_args_parser
 
-    from rallypoint.launch.job import ENDING_SIGNALS
+    from rallypoint.launch.signal_names import ENDING_SIGNALS
 
     assert signal_names(get_args_parser().parse_args(["s.py"]).signals_to_handle) == ENDING_SIGNALS
 

@@ -211,6 +211,15 @@ def _output(options: RunOptions) -> OutputSettings:
     )
 
 
+def _signals(options: RunOptions) -> dict[str, Any]:
+    """Return the settings of a job for its signals."""
+    return {
+        "signals": options.signals_to_handle,
+        "preempt_signals": options.preempt_signal,
+        "preempt_timeout_s": options.preempt_timeout,
+    }
+
+
 def _job(worker: WorkerCommand, options: RunOptions) -> Job:
     credentials = _credentials(options)
     least, most = (1, 1) if options.standalone else options.nnodes
@@ -256,7 +265,7 @@ def _job(worker: WorkerCommand, options: RunOptions) -> Job:
         environment=environment,
         virtual_local_rank=options.virtual_local_rank,
         cpus=_cpus(options, environment),
-        signals=options.signals_to_handle,
+        **_signals(options),
         quiet=options.quiet,
         json=options.json or options.log_format == "json",
         notes=tuple(click.get_current_context().meta.get(NOTES, ())),

@@ -20,7 +20,6 @@ from rallypoint.cli.output_options import output_options
 from rallypoint.cli.rdzv_conf import read_conf
 from rallypoint.core.machines.machine import MAX_MEMBERS
 from rallypoint.launch.job import (
-    ENDING_SIGNALS,
     RELAYS,
     directory,
     env_file,
@@ -28,9 +27,9 @@ from rallypoint.launch.job import (
     node_range,
     printable_name,
     run_name,
-    signal_names,
 )
 from rallypoint.launch.job import workers_here as read_workers
+from rallypoint.launch.signal_names import ENDING_SIGNALS, preempt_signals, signal_names
 from rallypoint.launch.workers.numa import MODES
 from rallypoint.security.credentials import VARIABLES
 from rallypoint.server.settings import DEFAULT_PORT
@@ -97,6 +96,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     health_timeout: float
     health_cooldown: float
     signals_to_handle: tuple[str, ...]
+    preempt_signal: tuple[str, ...]
+    preempt_timeout: float
     log_dir: str | None
     redirects: str
     tee: str
@@ -251,6 +252,12 @@ def _restarts() -> OptionGroup:
     group.add("signals-to-handle", metavar="SIGNAL,…", default=",".join(ENDING_SIGNALS),
               default_text=",".join(ENDING_SIGNALS), callback=parsed(signal_names),
               help="Signals that stop the workers, which get the same signal, and then this node.")  # fmt: skip
+    group.add("preempt-signal", ours=True, metavar="SIGNAL,…", default="", default_text="none",
+              callback=parsed(preempt_signals),
+              help="Signals that announce a preemption: all ranks stop at a step that they agree on "
+                   "(should_stop), and the exit code is 75.")  # fmt: skip
+    group.add_seconds("preempt-timeout", ours=True, default="300",
+                      help="How long ranks may take to reach that step and to end.")  # fmt: skip
     return group
 
 

@@ -45,7 +45,9 @@ HELP = {
     With NODE and --restart node or worker: only the workers of that node.""",
     DRAIN: """Let NODE leave RUN gracefully; without NODE, all nodes leave.
 
-    Its workers get SIGTERM and their grace period. The other nodes form a round without it, if they are enough.""",
+    Workers that call should_stop() stop at a step that all ranks agree on; others get SIGTERM and their grace period.
+    The other nodes form a round without it, if they are enough; else the run is closed as preempted. The exit code of
+    agents that leave is 75.""",
 }
 
 

@@ -20,7 +20,8 @@ from typing import Any
 
 from rallypoint.client import outage
 from rallypoint.client.routing.refusals import Refusals
-from rallypoint.core.policy.restart_policy import FORWARDED, RestartPolicy
+from rallypoint.core.policy.restart_policy import FORWARDED, RestartPolicy, describe_result
+from rallypoint.core.policy.stop_policy import PREEMPTED, PREEMPTED_CODE
 from rallypoint.deadline import Deadline
 from rallypoint.errors import AuthenticationFailed, MeetingError, NetworkError, RallypointError, RunClosed
 from rallypoint.launch.events import Events
@@ -52,9 +53,9 @@ class NodeAgent:
 
     def __init__(self, job: Job, report: Callable[[dict[str, Any]], object] | None = None) -> None:
         self._job = job
-        forwarded = tuple(name for name in FORWARDED if name not in job.signals)
+        forwarded = tuple(name for name in FORWARDED if name not in (*job.signals, *job.preempt_signals))
         self._policy = RestartPolicy(rules=job.rules, forwarded=forwarded)
-        self._wakeup = WakeupPipe(job.signals)
+        self._wakeup = WakeupPipe(job.signals, job.preempt_signals)
         self._events = Events(job.node or "", job.quiet, job.json, self._wakeup.uninterrupted, report)
         self._torch_events = TorchEvents(job, self._events.line)
         self._run = NodeRun(job, self._events, self._wakeup)
@@ -73,10 +74,15 @@ class NodeAgent:
                     self._events.say("note", note)
                 self._set_up(stack)
                 code = self._run_rounds()
-                self._torch_events.ended(code == 0, self._failures, interrupted=self._policy.signals > 0)
+                interrupted = self._policy.signals > 0 or code == PREEMPTED_CODE
+                self._torch_events.ended(code == 0, self._failures, interrupted=interrupted)
                 return code
             except Signalled as caught:
                 self._torch_events.ended(False, (), interrupted=True)
+                if not caught.name and self._wakeup.preempted is not None:
+                    reason = f"{self._wakeup.preempted.reason}: this node leaves, while {self._run.waits_for}"
+                    self._events.say(PREEMPTED, reason)
+                    return PREEMPTED_CODE
                 self._events.say("signal", f"{caught.name} while {self._run.waits_for}")
                 return 128 + int(signal.Signals[caught.name])
             except RallypointError as error:
@@ -160,8 +166,9 @@ class NodeAgent:
         if not closed.result:
             self._events.fail("end", "the run ended while this node was disconnected; another run now uses its id")
             return 1
-        reason = f"the run has {closed.result}{' without this node' * (not has_joined)}: {closed.reason}"
-        if has_joined or (closed.waited and self._job.min_nodes < self._job.max_nodes):
+        without = " without this node" * (not has_joined)
+        reason = describe_result(f"{closed.result}{without}", closed.reason)
+        if has_joined or closed.result == PREEMPTED or (closed.waited and self._job.min_nodes < self._job.max_nodes):
             return self._ended(closed.result, reason)
         self._events.fail("end", f"{reason}. No worker was started here. For a separate job, set --rdzv-id")
         return 1
@@ -171,6 +178,9 @@ class NodeAgent:
         if result == SUCCEEDED:
             self._events.say("end", reason, as_text=not self._job.alone)
             return 0
+        if result == PREEMPTED:
+            self._events.say("end", f"{reason}; exit code {PREEMPTED_CODE}")
+            return PREEMPTED_CODE
         try:
             first = self._run.run_state.failure()
         except Signalled:

@@ -10,7 +10,6 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
-import signal
 import stat
 import sys
 from collections.abc import Mapping
@@ -24,11 +23,11 @@ from rallypoint.core.machines.rendezvous import MAX_TEXT
 from rallypoint.core.policy.health_policy import HealthRules
 from rallypoint.core.policy.restart_policy import RestartRules
 from rallypoint.launch.output.output_settings import OutputSettings
+from rallypoint.launch.signal_names import ENDING_SIGNALS
 from rallypoint.recipes.join_args import node_name
 from rallypoint.security.credentials import OPEN, Credentials
 
 __all__ = [
-    "ENDING_SIGNALS",
     "LOCAL",
     "RANK0",
     "RELAYS",
@@ -41,7 +40,6 @@ __all__ = [
     "node_range",
     "printable_name",
     "run_name",
-    "signal_names",
     "workers_here",
 ]
 
@@ -53,12 +51,6 @@ RELAYS = RANK0, LOCAL = "rank0", "local"
 """Which relay serves the store of a round: the one of rank 0's node, or each node's own."""
 
 MAX_CODE = 255
-
-ENDING_SIGNALS = ("SIGTERM", "SIGINT", "SIGHUP", "SIGQUIT")
-"""The signals that end a job on this node, unless --signals-to-handle names others."""
-
-UNHANDLED = ("SIGKILL", "SIGSTOP", "SIGALRM", "SIGCHLD", "SIGCONT")
-"""Signals that the kernel or the agent itself needs."""
 
 
 class WorkerCommand(NamedTuple):
@@ -117,6 +109,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True):
     health: HealthRules = HealthRules()
     grace_s: float = 30.0
     """Grace period of workers between SIGTERM and SIGKILL."""
+
+    preempt_signals: tuple[str, ...] = ()
+    """Signals that preempt this node: all ranks stop at a step that they agree on."""
+
+    preempt_timeout_s: float = 300.0
+    """Time that ranks may take to reach that step and to end."""
 
     hang_timeout_s: float = 0.0
     """Time without progress after which a worker hangs; 0: hangs are not looked for."""
@@ -258,17 +256,6 @@ def exit_codes(text: str) -> tuple[int, ...]:
         if not (number.isascii() and number.isdigit() and 1 <= int(number) <= MAX_CODE):
             raise ValueError(f"{number!r} is not the exit code of a failure: use 1 to {MAX_CODE}")
     return tuple(map(int, numbers))
-
-
-def signal_names(text: str) -> tuple[str, ...]:
-    """Parse --signals-to-handle, names of signals separated by commas."""
-    names = tuple(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
-    for name in names:
-        if name not in signal.Signals.__members__ or name in UNHANDLED:
-            raise ValueError(f"{name!r} is not a signal that can be handled: use names such as SIGTERM,SIGUSR1")
-    if not names:
-        raise ValueError("names no signal: the agent could not be ended")
-    return names
 
 
 def directory(text: str) -> str:

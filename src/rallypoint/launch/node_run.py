@@ -24,6 +24,7 @@ from rallypoint.launch.events import Events
 from rallypoint.launch.failures import Failure, server_failure
 from rallypoint.launch.job import Job
 from rallypoint.launch.monitoring.node_monitor import NodeMonitor
+from rallypoint.launch.preemption.leaving import close_if_preempted
 from rallypoint.launch.round_spec import NodeInfo, RoundSpec, exchange_node_info
 from rallypoint.launch.run_state import RunState
 from rallypoint.launch.stores.interruptible_store import interruptible_view
@@ -65,7 +66,7 @@ class NodeRun:
         self._server_id: bytes | None = None
         self._reported_s = 0.0
         self._stack = contextlib.ExitStack()
-        self.monitor = NodeMonitor(job, wakeup.wake, events)
+        self.monitor = NodeMonitor(job, wakeup, events)
         self._liveness = AgentLiveness(job.run_id, job.agent_timeout_s, wakeup.wake)
         self.done = False
         """Whether this node's workers have succeeded in its last round, as announced to the others."""
@@ -292,6 +293,7 @@ class NodeRun:
             self._liveness.leave()
             if self.failed:
                 self.run_state.notify()
+            close_if_preempted(self.rendezvous, self.run_state, self._wakeup.preempted, self._round is not None)
             if last and self._round is not None:
                 at.close_round(self._job.run_id, self._round.scope, LEAVE_S)
                 self.run_state.clear()

@@ -15,6 +15,7 @@ import signal
 from collections.abc import Sequence
 
 from rallypoint.core.policy.restart_policy import Action, Decision, RestartPolicy, WorkerExit
+from rallypoint.core.policy.stop_policy import PREEMPTED_CODE
 from rallypoint.deadline import Deadline
 from rallypoint.launch.events import Events
 from rallypoint.launch.failure_log import FailureLog
@@ -23,6 +24,7 @@ from rallypoint.launch.hang_watch import HangWatch
 from rallypoint.launch.health.health_gate import HealthGate
 from rallypoint.launch.job import Job
 from rallypoint.launch.node_run import SUCCEEDED, NodeRun
+from rallypoint.launch.preemption.round_preemption import RoundPreemption
 from rallypoint.launch.round_result import REJOIN, RoundEnd, RoundResult
 from rallypoint.launch.round_spec import RoundSpec
 from rallypoint.launch.run_state import RunState
@@ -39,6 +41,7 @@ CHECK_S = 5.0
 STARTED = "started"
 STATES = {
     **dict.fromkeys((Action.REJOIN, Action.LEAVE, Action.KILL, Action.END), "stopping"),
+    Action.PREEMPTED: "draining",
     Action.FAIL: "failed",
     Action.FINISH: "done",
 }
@@ -70,6 +73,7 @@ class RoundLoop:
 
         self.failures = FailureLog()
         self._hangs = HangWatch(spec, job, run, workers, events, wakeup)
+        self._preemption = RoundPreemption(spec, job, run, workers, policy, events, wakeup, self.stop)
         parts = run, workers, health, policy, events, self.failures
         self.result = RoundResult(spec, job, *parts, self.stop, self._pause)
 
@@ -87,6 +91,7 @@ class RoundLoop:
             except Signalled:
                 continue  # the signal is queued
             if end is not None:
+                self._preemption.close()
                 return end
 
     def _next_decision(self) -> Decision | None:
@@ -99,8 +104,11 @@ class RoundLoop:
         if self._run.monitor.restart is not None:
             return self._restart_requested()
         self._run.evict_silent_agents()
+        if (decision := self._preemption.next()) is not None:
+            return decision
         if self._must_check():
             self._run_state.notified = False  # first: a notification during the check causes another check
+            self._preemption.notice()
             self._check_by = self._check_by and Deadline(CHECK_S)
             return self._check_round() or Decision(Action.WAIT, "the round is unchanged")
         unhealthy = self._health.poll()
@@ -117,6 +125,7 @@ class RoundLoop:
         hangs_by = self._hangs.due if self._policy.running else None
         starts = () if self._health.is_checking else self._due
         timers = [*(deadline for deadline, _ in starts), self.result.done_by, self._check_by, hangs_by]
+        timers.append(self._preemption.due)
         return min([LONG_S, *(timer.remaining() for timer in timers if timer is not None)])
 
     def _announce(self, decision: Decision) -> None:
@@ -144,13 +153,16 @@ class RoundLoop:
             if self.failures:
                 self._run.announce_failure(self.failures)
             self.stop()
-            self._pause(decision.after_s)
+            self._pause(decision.after_s, rejoins=True)
             return REJOIN
         elif act == Action.FINISH:
             return self.result.finish()
         elif act in (Action.LEAVE, Action.KILL):
             self.stop(signum=signal.Signals[decision.signal], grace_s=0.0 if act == Action.KILL else None)
             return RoundEnd(code=128 + int(signal.Signals[decision.signal]))
+        elif act == Action.PREEMPTED:
+            self.stop()
+            return RoundEnd(code=PREEMPTED_CODE)
         elif act == Action.FAIL:
             return self.result.fail(decision.reason)
         elif act == Action.END:
@@ -162,6 +174,8 @@ class RoundLoop:
 
     def _exited(self, end: WorkerExit) -> Decision:
         """Decide what follows the exit of a worker; if the round or its store ended first, that is the cause."""
+        if (stopped := self._preemption.exited(end)) is not None:
+            return stopped
         if end.code == 0 or self._policy.ending:
             return self._policy.exited(end, 0)
         self.failures.add(self._workers.failures(end.rank, end.code))
@@ -215,7 +229,8 @@ class RoundLoop:
     def _must_check(self) -> bool:
         """Return whether to check the round: it has changed, an agent has notified the others, or it is time to."""
         is_due = self._check_by is not None and self._check_by.expired()
-        return is_due or self._run_state.notified or (self._rendezvous.changed.is_set() and not self._is_over)
+        known = self._is_over or self._preemption.holds_round
+        return is_due or self._run_state.notified or (self._rendezvous.changed.is_set() and not known)
 
     def _check_round(self) -> Decision | None:
         """Check the round and the run; return what to do, or None to continue."""
@@ -229,6 +244,9 @@ class RoundLoop:
             return self._policy.failed_elsewhere(cause.summary())
         change = self._rendezvous.changed  # also set when the watch was lost
         if status.phase == "formed" and status.round == self._spec.number and not change.is_set():
+            return None
+        if self._preemption.holds(status):  # the ranks reach the agreed step first
+            self._check_by = Deadline(CHECK_S)
             return None
         was_over, self._is_over = self._is_over, True
         reason = "another node has left" if was_over else status.over or change.reason or "another round was formed"
@@ -276,11 +294,11 @@ class RoundLoop:
         self._wakeup.drain()
         return self._policy.must_kill(self._wakeup.signals)
 
-    def _pause(self, after_s: float) -> None:
-        """Sleep, but return at once on a signal to end, or when the run is closed."""
+    def _pause(self, after_s: float, rejoins: bool = False) -> None:
+        """Sleep, but return at once on a signal to end, when the run is closed, or if a preempted node would rejoin."""
         deadline = Deadline(after_s)
         while not deadline.expired() and not self._wakeup.is_ending():
-            if self._rendezvous.status().phase == "closed":
+            if (rejoins and self._wakeup.preempted) or self._rendezvous.status().phase == "closed":
                 break
             self._wakeup.wait(deadline.remaining())
 

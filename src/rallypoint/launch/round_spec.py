@@ -10,7 +10,7 @@ from rallypoint import net
 from rallypoint.client.routing.relay_address import VARIABLE as RELAY
 from rallypoint.deadline import Deadline
 from rallypoint.errors import MembersMissing
-from rallypoint.launch.job import ENDING_SIGNALS
+from rallypoint.launch.signal_names import ENDING_SIGNALS
 from rallypoint.recipes.exchange import Exchange
 from rallypoint.recipes.rendezvous import Round
 from rallypoint.security.credentials import RUN_TOKEN, Credentials

@@ -10,6 +10,7 @@
     run:RUN/agent:NODE    lease: exists while the agent of that node is alive and has not left
     round:RUN:SCOPE/failure       the failure for which all nodes stop, by compare-and-set: the first one counts
     round:RUN:SCOPE/hang          the node that looks for the ranks that hang
+    round:RUN:SCOPE/stop/         the step at which all ranks stop (preemption/stop_keys.py)
     round:RUN:SCOPE/done:NODE     the workers of that node have succeeded
 
 The counter notifies sooner than the rendezvous can. A node whose worker failed rejoins only after its other workers
@@ -59,6 +60,11 @@ class RunState:
         """Switch to the store of a round, in which this node is called `node`."""
         self._round, self._claim_by = store, None
         self._presence = self._store.lease(f"{self._run}agent:{node}", "")
+
+    @property
+    def round_store(self) -> Any:
+        """The store of the round; its keys go with the round."""
+        return self._round
 
     def leave(self) -> None:
         """Release the lease of this agent: it has left."""

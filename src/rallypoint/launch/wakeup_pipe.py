@@ -4,6 +4,9 @@ A signal is queued, and the agent's loop handles it as its next event. It interr
 one exception: while the agent waits for a reply, a terminating signal raises `Signalled`. Requests that are made after
 that signal, to inform the other nodes, get LAST_CALLS_S each.
 
+A preemption, by its signal or by an operator, is not queued. It is noted once, and interrupts only the long waits, for
+a server and for a round, in which no worker runs.
+
 The window in which a signal interrupts is one request. The agent's store opens it (`stores/interruptible_store.py`); so
 do node_run.py and `stores/store_search.py`, for the relay and for two long waits: for a server, and for a round.
 
@@ -19,13 +22,13 @@ import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from rallypoint.core.policy.restart_policy import FORWARDED
-from rallypoint.launch.job import ENDING_SIGNALS
+from rallypoint.launch.signal_names import ENDING_SIGNALS
 from rallypoint.readiness import wait_readable
 
-__all__ = ["WakeupPipe", "Signalled"]
+__all__ = ["Preempted", "Signalled", "WakeupPipe"]
 
 LAST_CALLS_S = 2.0
 Reply = TypeVar("Reply")
@@ -34,8 +37,19 @@ SHUT, OPEN, SUSPENDED = "shut", "open", "suspended"
 """States of the window for interruptions. An interruption of a suspended window waits until it is open again."""
 
 
+class Preempted(NamedTuple):
+    """Why this node leaves the run, or all nodes do (`whole`); `signal` is for workers that do not ask."""
+
+    reason: str
+    signal: str = "SIGTERM"
+    whole: bool = False
+
+
 class Signalled(BaseException):
-    """A terminating signal arrived while the agent waited for a reply; the signal is queued, too."""
+    """A terminating signal arrived while the agent waited for a reply; the signal is queued, too.
+
+    Without a name: this node is preempted.
+    """
 
     def __init__(self, name: str) -> None:
         super().__init__(name)
@@ -48,10 +62,20 @@ def _close(*descriptors: int) -> None:
 
 
 class WakeupPipe:
-    """The wakeup pipe of one agent, and its queue of signals; those in `ending` terminate the agent."""
+    """The wakeup pipe of one agent, and its queue of signals; those in `ending` terminate the agent.
 
-    def __init__(self, ending: Sequence[str] = ENDING_SIGNALS) -> None:
-        self._ending = tuple(ending)
+    The first of those in `preempting` preempts this node. Another one has no effect, except for SIGINT.
+    """
+
+    def __init__(self, ending: Sequence[str] = ENDING_SIGNALS, preempting: Sequence[str] = ()) -> None:
+        self._ending = tuple(name for name in ending if name not in preempting)
+        self._preempting = tuple(preempting)
+        self.preempted: Preempted | None = None
+        """Why this node leaves the run, if it is preempted."""
+
+        self._is_long = False
+        """Whether the open window is that of a long wait."""
+
         self._read_end, self._write_end = os.pipe()
         os.set_blocking(self._write_end, False)
         os.set_blocking(self._read_end, False)
@@ -83,6 +107,14 @@ class WakeupPipe:
             while os.read(self._read_end, 4096):
                 pass
 
+    def preempt(self, why: Preempted) -> None:
+        """Preempt this node, unless it is already; callable from any thread."""
+        if self.preempted is None or (why.whole and not self.preempted.whole):
+            self.preempted = why
+            self.wake()
+            if signal.getsignal(signal.SIGALRM) == self._handle:
+                os.kill(os.getpid(), signal.SIGALRM)  # interrupts a long wait
+
     def is_ending(self) -> bool:
         """Return whether a terminating signal is queued."""
         return any(name in self._ending for name in self.signals)
@@ -95,7 +127,8 @@ class WakeupPipe:
     @contextlib.contextmanager
     def handling_signals(self) -> Iterator[None]:
         """Queue signals and wake the agent, in the main thread, until the end of this block."""
-        numbers = [getattr(signal, name) for name in dict.fromkeys((*self._ending, *FORWARDED, "SIGALRM"))]
+        names = dict.fromkeys((*self._ending, *self._preempting, *FORWARDED, "SIGALRM"))
+        numbers = [getattr(signal, name) for name in names]
         if signal.SIGHUP in numbers and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # set by nohup
             numbers.remove(signal.SIGHUP)
         # The kernel's handler writes, too: a signal right before `select` sleeps would not wake it otherwise, and the
@@ -118,11 +151,12 @@ class WakeupPipe:
         """
         if self._window != SHUT or not _in_main_thread():
             return request()
+        self._is_long = not patience_s
         self._window = OPEN  # first: a signal that arrives now is either raised or found in the queue
         try:
             if self.is_ending() and patience_s:
                 signal.setitimer(signal.ITIMER_REAL, patience_s)
-            elif self.is_ending():
+            elif self.is_ending() or (self._is_long and self.preempted is not None):
                 self._interrupt()
             return request()
         finally:
@@ -146,19 +180,28 @@ class WakeupPipe:
     def _handle(self, number: int, _: Any) -> None:
         """Handle a signal; Python runs handlers in the main thread, which is the agent's."""
         name = signal.Signals(number).name
-        if number != signal.SIGALRM:
+        if name in self._preempting and (self.preempted is None or number != signal.SIGINT):
+            self.preempted = self.preempted or Preempted(name, name)
+            self.wake()
+        elif number != signal.SIGALRM:
             self.signals.append(name)
             self.wake()
-        if name not in self._ending and not (number == signal.SIGALRM and self.is_ending()):
+        if not self._interrupts(name):
             return
         if self._window == SUSPENDED:
             self._missed = True
         elif self._window == OPEN:
             self._interrupt()
 
+    def _interrupts(self, name: str) -> bool:
+        """Return whether a signal interrupts the request in the open window."""
+        if name in self._ending or (name == "SIGALRM" and self.is_ending()):
+            return True
+        return self._is_long and self.preempted is not None
+
     def _interrupt(self) -> None:
         self._shut()  # first: what undoes the interrupted request is not interrupted at once
-        raise Signalled(next(name for name in self.signals if name in self._ending))
+        raise Signalled(next((name for name in self.signals if name in self._ending), ""))
 
     def _shut(self) -> None:
         self._window = SHUT

@@ -22,7 +22,18 @@ from typing import NamedTuple
 
 from msgspec import Struct, field
 
-__all__ = ["FORWARDED", "Action", "Decision", "WorkerExit", "RestartPolicy", "RestartRules", "RoundProgress"]
+from rallypoint.core.policy.stop_policy import PREEMPTED
+
+__all__ = [
+    "FORWARDED",
+    "Action",
+    "Decision",
+    "WorkerExit",
+    "RestartPolicy",
+    "RestartRules",
+    "RoundProgress",
+    "describe_result",
+]
 
 PAUSE_S, MAX_PAUSE_S = 1.0, 30.0
 """The delay after the second early exit in a row, and the longest delay."""
@@ -57,6 +68,9 @@ class Action:
 
     KILL = "kill"
     """Kill all workers at once, and leave."""
+
+    PREEMPTED = "preempted"
+    """All workers have stopped: leave, with the exit code that asks for a new attempt."""
 
     FORWARD = "forward"
     """Forward the signal to all workers."""
@@ -133,6 +147,9 @@ class RestartPolicy(Struct, kw_only=True):
     rules: RestartRules
     running: dict[int, None] = field(default_factory=dict)
     done: dict[int, None] = field(default_factory=dict)
+    stopped_early: dict[int, None] = field(default_factory=dict)
+    """Ranks that stopped before the end of their work, at the step that all ranks agreed on."""
+
     early_exits: dict[int, int] = field(default_factory=dict)
     """Consecutive early exits: per rank with `worker` restarts, else of all ranks together (under -1)."""
 
@@ -151,7 +168,7 @@ class RestartPolicy(Struct, kw_only=True):
 
     def reset(self) -> None:
         """Forget all workers, before those of another round start."""
-        self.running, self.done = {}, {}
+        self.running, self.done, self.stopped_early = {}, {}, {}
 
     def exited(self, end: WorkerExit, used: int, stalled: int = 0) -> Decision:
         """Decide on the exit of a worker; `used` counts the job's restarts, including this one if it failed.
@@ -165,6 +182,8 @@ class RestartPolicy(Struct, kw_only=True):
             self.done[end.rank] = None
             if self.running:
                 return Decision(Action.WAIT, f"rank {end.rank} succeeded; {_ranks(self.running)} still running")
+            if self.stopped_early:
+                return Decision(Action.WAIT, f"rank {end.rank} succeeded; {_ranks(self.stopped_early)} stopped before")
             return Decision(Action.FINISH, "all workers of this node have succeeded")
         failed = f"rank {end.rank} failed: {end.description} after {end.uptime_s:.1f} s"
         if end.code in self.rules.final_codes:
@@ -176,6 +195,12 @@ class RestartPolicy(Struct, kw_only=True):
             last = f"{stalled} restart{'s' * (stalled > 1)} in a row"
             return self._end(Action.FAIL, f"{failed}; no new step of progress in {last} (--no-progress-limit)")
         return self._restart(end, f"{failed}; restart {used} of {self.rules.budget}")
+
+    def stopped(self, rank: int, reason: str) -> Decision:
+        """Record that a worker stopped because it was told to: it has neither succeeded nor failed."""
+        self.running.pop(rank, None)
+        self.stopped_early[rank] = None
+        return Decision(Action.WAIT, reason)
 
     def changed(self, reason: str, progress: RoundProgress) -> Decision:
         """Decide when the round is over."""
@@ -216,7 +241,7 @@ class RestartPolicy(Struct, kw_only=True):
 
     def closed(self, result: str, reason: str) -> Decision:
         """Decide when the run has its result."""
-        return self._end(Action.END, f"the run has {result}: {reason}")
+        return self._end(Action.END, describe_result(result, reason))
 
     def signal(self, name: str) -> Decision:
         """Decide on a signal that the agent received."""
@@ -250,6 +275,11 @@ class RestartPolicy(Struct, kw_only=True):
     def _end(self, act: str, reason: str, signal: str = "") -> Decision:
         self.ending = self.ending or reason
         return Decision(act, reason, signal=signal)
+
+
+def describe_result(result: str, reason: str) -> str:
+    """Return how a run has ended, as a clause."""
+    return f"the run {'was' if result.startswith(PREEMPTED) else 'has'} {result}: {reason}"
 
 
 def _ranks(ranks: dict[int, None]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 
 import msgspec
 
+from rallypoint.core.policy.stop_policy import PREEMPTED
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ServerFailed
 from rallypoint.launch.failures import Failure
@@ -161,7 +162,7 @@ def _error(run: FunctionRun, name: str) -> WorkerFailed | LaunchFailed:
             first = msgspec.convert(event["failure"], Failure)
             if first.rank >= 0:
                 return _worker_failed(name, first)
-        if event["event"] in ("error", "end", "signal", "failure"):
+        if event["event"] in ("error", "end", "signal", "failure", PREEMPTED):
             return LaunchFailed(function=name, why=event["reason"])
     return LaunchFailed(function=name, why=f"the launcher ended unexpectedly: {describe_exit(run.killed or 0)}")
 

@@ -17,6 +17,7 @@ from rallypoint.launch.monitoring.agent_requests import DRAIN, KILL, RESTART, Ag
 from rallypoint.launch.monitoring.native_stacks import add_native
 from rallypoint.launch.monitoring.node_reporter import NodeReporter
 from rallypoint.launch.monitoring.stack_dump import dump_stacks, process_state, state_word
+from rallypoint.launch.wakeup_pipe import Preempted, WakeupPipe
 from rallypoint.launch.workers.worker_group import WorkerGroup
 from rallypoint.store.base import Store
 
@@ -26,10 +27,10 @@ __all__ = ["NodeMonitor"]
 class NodeMonitor:
     """Reports on this node, and listens to requests, in each store that it is attached to."""
 
-    def __init__(self, job: Job, wake: Callable[[], object], events: Events) -> None:
+    def __init__(self, job: Job, wakeup: WakeupPipe, events: Events) -> None:
         self.reporter = NodeReporter(job)
         self._requests = RequestListener(job.run_id, self._requested_stacks, self._carry_out)
-        self._wake = wake
+        self._wakeup = wakeup
         self._events = events
         self.restart: AgentRequest | None = None
         """A request to restart the workers, for the agent's loop."""
@@ -109,13 +110,15 @@ class NodeMonitor:
         """Carry out a request of an operator; in the thread of the watch."""
         if request.kind == RESTART:
             self.restart = request
-            self._wake()
+            self._wakeup.wake()
         elif request.kind in (DRAIN, KILL):
             self._events.say(request.kind, f"this node leaves the run ({request.kind}), {request.origin}")
             self.reporter.state("draining", request.origin)
+            if request.kind == DRAIN:
+                self._wakeup.preempt(Preempted(f"drain {request.origin}", whole=not request.node))
+                return
             os.kill(os.getpid(), signal.SIGTERM)  # wherever this agent waits
-            if request.kind == KILL:
-                os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGINT)
 
     def close(self) -> None:
         """Write no more reports."""

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from rallypoint.core.policy.restart_policy import FORWARDED
-from rallypoint.launch.job import ENDING_SIGNALS
+from rallypoint.launch.signal_names import ENDING_SIGNALS
 from rallypoint.launch.workers.worker_process import WorkerProcess, WorkerUnstartable, exit_code_of
 from rallypoint.readiness import wait_readable
 

@@ -30,8 +30,8 @@ from typing import Any
 
 from rallypoint.launch.clusters.node_list import expand_hosts, split_list
 from rallypoint.launch.clusters.ssh_agents import ssh_variables
-from rallypoint.launch.job import ENDING_SIGNALS
 from rallypoint.launch.output.pump import OutputPump, OutputRoute, WorkerStreams
+from rallypoint.launch.signal_names import ENDING_SIGNALS
 from rallypoint.launch.ssh.remote_agent import MAX_LINE
 from rallypoint.launch.wakeup_pipe import WakeupPipe
 from rallypoint.launch.workers.worker_process import describe_exit, exit_code_of

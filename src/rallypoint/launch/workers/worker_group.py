@@ -17,13 +17,14 @@ from pathlib import Path
 from rallypoint.core.policy.restart_policy import WorkerExit
 from rallypoint.deadline import Deadline
 from rallypoint.launch.failures import Failure, earliest, failure_of
-from rallypoint.launch.job import ENDING_SIGNALS, Job
+from rallypoint.launch.job import Job
 from rallypoint.launch.monitoring.stack_dump import STOPPED, process_state
 from rallypoint.launch.monitoring.worker_records import AgentEntry, WorkerEntry, WorkerRecords, with_hook
 from rallypoint.launch.output.log_files import LogFiles
 from rallypoint.launch.output.pump import WorkerStreams
 from rallypoint.launch.output.worker_output import WorkerOutput
 from rallypoint.launch.round_spec import SIGNALS, RoundSpec, environment, virtual_local_rank
+from rallypoint.launch.signal_names import ENDING_SIGNALS
 from rallypoint.launch.workers.orphan_reaper import OrphanReaper
 from rallypoint.launch.workers.worker_process import WorkerProcess, WorkerUnstartable, describe_exit
 from rallypoint.readiness import wait_readable
