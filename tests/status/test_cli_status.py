@@ -71,6 +71,15 @@ def test_a_protected_server_shows_its_status_to_those_with_the_token(tmp_path: P
 
 
 @pytest.mark.needs("etcd")
+def test_the_status_of_a_store_in_etcd_is_that_of_its_leader(etcd_url: str, tmp_path: Path) -> None:
+    done = run("status", etcd_url, "--timeout", "60")
+    assert done.returncode == 4 and "no server leads this store" in done.stderr
+    with Servers(etcd_url, tmp_path, 2) as servers:
+        model = json.loads(run("status", "--json", etcd_url).stdout)
+        assert (model["role"], model["pid"]) == ("leader", servers[servers.leader()].child.pid)
+
+
+@pytest.mark.needs("etcd")
 def test_the_status_of_a_standby_is_that_of_its_leader(etcd_url: str, tmp_path: Path) -> None:
     with Servers(etcd_url, tmp_path, 2) as servers:
         (standby,) = servers.standbys()

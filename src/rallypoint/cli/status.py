@@ -23,6 +23,7 @@ from rallypoint.cli.local_runs import runs_here, store_here
 from rallypoint.cli.store_command import URL_VARIABLE, print_value
 from rallypoint.deadline import Deadline
 from rallypoint.errors import AuthenticationFailed, NetworkError, RallypointError
+from rallypoint.etcd.address import Address
 from rallypoint.net import Endpoint
 from rallypoint.protocol import BadMessage
 from rallypoint.security.client_security import ClientSecurity
@@ -30,6 +31,7 @@ from rallypoint.security.credentials import Credentials
 from rallypoint.security.http_client import connect_http
 from rallypoint.server.status.model import ServerStatus, decode_status
 from rallypoint.server.status.text import render_text
+from rallypoint.storage.etcd.lookup import look_up
 from rallypoint.store.url import parse_url
 from rallypoint.text import printable
 
@@ -48,20 +50,30 @@ ALTERNATE_ON, ALTERNATE_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 class StatusClient:
-    """Requests the status of a server; that of its leader, if it is a standby."""
+    """Requests the status of a server; that of the leader, if it is a standby, or a store in etcd is given."""
 
     def __init__(self, url: str, credentials: Credentials, timeout_s: float) -> None:
+        self._endpoints, self._etcd = [], None
         try:
             parsed = parse_url(url)
-            if parsed.scheme not in ("tcp", "tcps"):
-                raise ValueError(f"{parsed}: status asks a server or a relay: give tcp://HOST:PORT or tcps://HOST:PORT")
-            self._endpoints, self._security = parsed.endpoints(), parsed.security(credentials)
+            if parsed.scheme == "etcd":
+                self._etcd = parsed.etcd()
+            elif parsed.scheme in ("tcp", "tcps"):
+                self._endpoints = list(parsed.endpoints())
+            else:
+                raise ValueError(
+                    f"{parsed}: status asks a server or a relay: give tcp://HOST:PORT, tcps://HOST:PORT, or a store in "
+                    "etcd, etcd://HOST:PORT,…/NAME"
+                )
+            self._security = parsed.security(credentials)
         except ValueError as error:
             raise click.UsageError(str(error)) from None
-        self._credentials, self._timeout_s = credentials, timeout_s
+        self._url, self._credentials, self._timeout_s = url, credentials, timeout_s
 
     def get(self) -> bytes:
         """Return the model in JSON; raise NetworkError if no server answers."""
+        if self._etcd is not None:
+            return self._from(self._leader(self._etcd))
         problem: Exception | None = None
         for endpoint in self._endpoints:
             try:
@@ -72,10 +84,19 @@ class StatusClient:
             status = _decode(data, endpoint)
             if status.role != "standby" or not status.leader:
                 return data
-            leader = parse_url(status.leader)
-            return _request(leader.endpoint(), leader.security(self._credentials), self._timeout_s)
+            return self._from(status.leader)
         assert problem is not None
         raise problem
+
+    def _leader(self, address: Address) -> str:
+        found = look_up(address, Deadline(self._timeout_s))
+        if found.leader:
+            return found.leader
+        raise NetworkError(f"no status from {parse_url(self._url)}: no server leads this store at the moment")
+
+    def _from(self, leader: str) -> bytes:
+        parsed = parse_url(leader)
+        return _request(parsed.endpoint(), parsed.security(self._credentials), self._timeout_s)
 
 
 def _request(endpoint: Endpoint, security: ClientSecurity, timeout_s: float) -> bytes:
@@ -222,8 +243,8 @@ def _command(name: str, watches: bool) -> click.Command:
 
     run.__doc__ = (
         "Show what the server at URL is doing: runs, rounds, nodes and ranks, who waits for whom and for how long, the"
-        f" first failure.\n\n    URL is tcp://HOST:PORT, by default that of {URL_VARIABLE}, else {DEFAULT_URL}; if no"
-        " server is there, that of the only run of this user on this machine."
+        f" first failure.\n\n    URL is tcp://HOST:PORT, or a store in etcd; by default that of {URL_VARIABLE}, else"
+        f" {DEFAULT_URL}; if no server is there, that of the only run of this user on this machine."
     )
     if not watches:
         run = click.option("--watch", is_flag=True, help="Show it again and again, until Ctrl-C.")(run)
