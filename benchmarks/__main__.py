@@ -1,4 +1,4 @@
-"""Run the subjects that were asked for, or all; print their tables, and write them to results.md beside this file."""
+"""Run the subjects that were asked for, or all; print their tables, record them in results.md, and write the pages."""
 
 from __future__ import annotations
 
@@ -35,6 +35,8 @@ from benchmarks import (
     status,
     throughput,
 )
+from benchmarks.pages import write_pages
+from benchmarks.record import write_results
 from benchmarks.rig import CORES, Missing, pin, say
 from benchmarks.table import table
 
@@ -61,13 +63,6 @@ SUBJECTS = {
     "startup": startup,
     "status": status,
 }
-RESULTS = Path(__file__).with_name("results.md")
-READING = (
-    "A figure is a median, with its quartiles in brackets. Ours and the peer run side by side and are measured in "
-    "turn, in short slices. The ratio is ours / theirs: *of medians*, and *of slices*, the median of the ratios of "
-    "adjacent slices, which decides. *One core*: servers and clients share it. *Two cores*: the servers have one, the "
-    "clients the other."
-)
 
 
 def main() -> int:
@@ -76,7 +71,8 @@ def main() -> int:
     parser.add_argument(
         "subjects", nargs="*", metavar="subject", help=f"of {', '.join(SUBJECTS)}; all if none is named"
     )
-    parser.add_argument("--quick", action="store_true", help="a smoke run: few and short slices, figures of no worth")
+    parser.add_argument("--quick", action="store_true", help="a smoke run: few and short slices; nothing is written")
+    parser.add_argument("--pages", action="store_true", help="measure nothing; write the pages from results.md again")
     asked = parser.parse_args()
     if unknown := set(asked.subjects) - set(SUBJECTS):
         parser.error(f"no subject {', '.join(sorted(unknown))}; there are {', '.join(SUBJECTS)}")
@@ -84,46 +80,45 @@ def main() -> int:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     pin(os.getpid(), CORES[-1])
 
-    began_at, load = time.monotonic(), os.getloadavg()[0]
-    parts, failed = [], False
-    for name in asked.subjects or SUBJECTS:
+    measured, failed = {}, False
+    for name in [] if asked.pages else asked.subjects or SUBJECTS:
         try:
-            parts.append(measure(name, asked.quick))
+            measured[SUBJECTS[name].TITLE] = measure(name, asked.quick)
+        except Missing as missing:
+            print(f"\n## {SUBJECTS[name].TITLE}\n\nNOT MEASURED: {missing}; its last results are kept.")
         except Exception as error:
             traceback.print_exc()
             failed = True
-            parts.append(f"## {SUBJECTS[name].TITLE}\n\nFAILED: {type(error).__name__}.")
-        print(f"\n{parts[-1]}", flush=True)
-    facts = machine(time.monotonic() - began_at, load, asked.quick)
-    print(f"\n{facts}")
-    RESULTS.write_text("\n\n".join(["# Side by side", facts, READING, *parts]) + "\n", encoding="utf-8")
+            print(f"\n## {SUBJECTS[name].TITLE}\n\nFAILED: {type(error).__name__}; its last results are kept.")
+    if measured and not asked.quick:
+        write_results(measured, [subject.TITLE for subject in SUBJECTS.values()])
+    if asked.pages or not asked.quick:
+        write_pages()
     return int(failed)
 
 
 def measure(name: str, quick: bool) -> str:
-    """Run one subject; return its section."""
+    """Run one subject, print its section, and return it."""
     subject = SUBJECTS[name]
     say(f"{name}:")
-    try:
-        return f"## {subject.TITLE}\n\n{table(subject.run(quick))}\n\n{subject.NOTES}"
-    except Missing as missing:
-        return f"## {subject.TITLE}\n\nNOT MEASURED: {missing}."
+    began_at, load = time.monotonic(), os.getloadavg()[0]
+    found = table(subject.run(quick))
+    section = f"{machine(time.monotonic() - began_at, load)}\n\n{found}\n\n{subject.NOTES}"
+    print(f"\n## {subject.TITLE}\n\n{section}", flush=True)
+    return section
 
 
-def machine(took_s: float, load: float, quick: bool) -> str:
+def machine(took_s: float, load: float) -> str:
     """Say when, on what and with what it was measured, and how busy the machine was with other things."""
     models = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
     model = models[0].partition(":")[2].strip() if models else platform.machine()
-    facts = [
-        f"{time.strftime('%Y-%m-%d %H:%M')}, in {took_s:.0f} s"
-        + (" (a quick run: the figures are of no worth)" if quick else ""),
-        f"{len(CORES)} core{'s' * (len(CORES) > 1)} of {model}, Linux {platform.release()}",
-        f"Python {platform.python_version()}, " + ", ".join(version(name) for name in ("torch", "uvloop", "redis")),
-        f"load before the run {load:.1f} (above 0.5, others were at work: look at the quartiles)",
-    ]
-    if len(CORES) == 1:
-        facts.append("ONE CORE ONLY: clients on a core of their own could not be measured")
-    return "\n".join(f"- {fact}" for fact in facts)
+    alone = ", ONE CORE ONLY: clients on a core of their own could not be measured" if len(CORES) == 1 else ""
+    packages = ", ".join(version(name) for name in ("torch", "uvloop", "redis"))
+    return (
+        f"*Measured {time.strftime('%Y-%m-%d %H:%M')}, in {took_s:.0f} s, on {len(CORES)} core{'s' * (len(CORES) > 1)} "
+        f"of {model}{alone}, Linux {platform.release()}, Python {platform.python_version()}, {packages}; load before "
+        f"it {load:.1f}.*"
+    )
 
 
 def version(name: str) -> str:

@@ -23,12 +23,15 @@ from benchmarks.table import Line, Target
 
 TITLE = "Durability: a server with a data directory"
 NOTES = (
-    "`add` of 64 clients, each with one under way: calls a second, more is better. One client alone: the median of its "
-    "calls; the target is the memory server's time and one and a half `fdatasync`s of the same slices. Servers, their "
-    "log threads and that `fdatasync` share one core; in *two cores* the clients have the other."
+    "`add` of so many clients, each with one under way: calls a second, more is better. One client alone: the median "
+    "of its calls; the target is the memory server's time and one and a half `fdatasync`s of the same slices. Servers, "
+    "their log threads and that `fdatasync` share one core; in *two cores* the clients have the other."
 )
 
 CLIENTS, CALLS = 64, 400
+FURTHER = (4, 16, 256)
+"""Further numbers of clients, measured on two cores, for the plot."""
+
 SLICE_S, WARM_S = 0.5, 0.1
 _GREETING = b"\x00" + struct.pack("<I", 0x3C85F7CE) + b"\x0d" + struct.pack("<I", 1)
 _SERVERS = ("durable", "rallypoint", "durable redis")
@@ -136,12 +139,25 @@ def run(quick: bool) -> list[Line]:
         for placement in PLACEMENTS:
             placement.put([*(server.pid for server in servers.values()), *disk.pids], crowd.pids)
             lines += _lines(placement.name, servers, crowd, disk, rounds, slice_s)
+        for clients in FURTHER:
+            lines += _many(clients, PLACEMENTS[-1].name, servers, crowd, max(2, rounds // 2), slice_s)
     return lines
 
 
+def _many(
+    clients: int, where: str, servers: dict[str, Running], crowd: Team, rounds: int, slice_s: float, *targets: Target
+) -> list[Line]:
+    say(f"  {clients} clients, {where}")
+    rates = in_turn(tuple(servers), rounds, lambda name: float(crowd.ask("rate", name, clients, slice_s)[0]))
+    of_memory, of_redis = targets or (None, None)
+    return [
+        Line(f"add, {clients} clients", where, "op/s", rates["durable"], "memory", rates["rallypoint"], of_memory),
+        Line(f"add, {clients} clients", where, "op/s", rates["durable"], "redis", rates["durable redis"], of_redis),
+    ]
+
+
 def _lines(where: str, servers: dict[str, Running], crowd: Team, disk: Team, rounds: int, slice_s: float) -> list[Line]:
-    say(f"  {CLIENTS} clients, {where}")
-    rates = in_turn(tuple(servers), rounds, lambda name: float(crowd.ask("rate", name, CLIENTS, slice_s)[0]))
+    many = _many(CLIENTS, where, servers, crowd, rounds, slice_s, Target(at_least=0.6), Target(at_least=2.0))
     say(f"  one client, {where}")
 
     def alone(name: str) -> float:
@@ -149,10 +165,9 @@ def _lines(where: str, servers: dict[str, Running], crowd: Team, disk: Team, rou
 
     times = in_turn((*servers, "fdatasync"), rounds, alone)
     allowed = [memory + 1.5 * sync for memory, sync in zip(times["rallypoint"], times["fdatasync"], strict=True)]
-    many, one = f"add, {CLIENTS} clients", "add, one client"
+    one = "add, one client"
     return [
-        Line(many, where, "op/s", rates["durable"], "memory", rates["rallypoint"], Target(at_least=0.6)),
-        Line(many, where, "op/s", rates["durable"], "redis", rates["durable redis"], Target(at_least=2.0)),
+        *many,
         Line(one, where, "µs", times["durable"], "memory + 1.5 fdatasync", allowed, Target(at_most=1.0)),
         Line(one, where, "µs", times["durable"], "memory", times["rallypoint"]),
         Line(one, where, "µs", times["durable"], "redis", times["durable redis"]),

@@ -10,15 +10,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 from collections.abc import Callable
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import rallypoint
 from benchmarks.crowd import NAMES, PATIENCE, Crowd, connect, release
-from benchmarks.plot import Point, plot
 from benchmarks.rig import PLACEMENTS, Team, in_turn, need, say, team
 from benchmarks.servers import Running, serving
 from benchmarks.table import Line, Target
@@ -27,9 +24,9 @@ TITLE = "Meeting: barriers and exchanges of N members"
 NOTES = (
     "Time from the start signal until the last member is through; all are connected beforehand. Less is better. A "
     "barrier's figure is a tenth of the time of ten in a row, an exchange's is that of one. The members' own work, N "
-    "Python threads in 4 processes, is in both figures.\n\n![How barriers and exchanges grow with N](meeting.svg)"
+    "Python threads in 4 processes, is in both figures.\n\n"
+    "![How barriers and exchanges grow with N](../docs/images/meeting.svg)"
 )
-PLOT = Path(__file__).with_name("meeting.svg")
 PROCESSES = 4
 IN_A_ROW = {"barrier": 10, "exchange": 1}
 SIZES = (16, 64, 256, 1000)
@@ -38,10 +35,9 @@ TARGETS = {("barrier", 256): 0.7, ("barrier", 1000): 0.7, ("exchange", 1000): 0.
 
 
 def run(quick: bool) -> list[Line]:
-    """Measure every size at every placement, and plot what came out at the last one."""
+    """Measure every size at every placement."""
     need("torch")
     lines: list[Line] = []
-    curves: dict[str, list[Point]] = {}
     for size in SIZES[:2] if quick else SIZES:
         rounds = 2 if quick else 9
         with serving(NAMES) as servers, team(PROCESSES, Members, size // PROCESSES, size) as crowds:
@@ -55,12 +51,6 @@ def run(quick: bool) -> list[Line]:
                     at_most = TARGETS.get((what, size))
                     target = None if at_most is None else Target(at_most=at_most)
                     lines.append(Line(f"{what} of {size:,}", placement.name, "ms", ours, "torch", theirs, target))
-                    if placement is PLACEMENTS[-1]:
-                        for name in NAMES:
-                            point = (size, statistics.median(figures[name]))
-                            curves.setdefault(f"{what}, {name}", []).append(point)
-    title = f"Barriers and exchanges of N members, {PLACEMENTS[-1].name}"
-    PLOT.write_text(plot(title, "N members", "ms, less is better", curves), encoding="utf-8")
     return lines
 
 
