@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -36,7 +37,7 @@ def describe(name: str, command: click.Command, parent: click.Context, level: in
     context = click.Context(command, info_name=name, parent=parent)
     yield f"{'#' * level} {context.command_path}\n"
     yield f"```text\n{context.get_usage().removeprefix('Usage: ')}\n```\n"
-    yield as_markdown(command.help or "") + "\n"
+    yield as_markdown(inspect.cleandoc(command.help or "")) + "\n"
     if others := [alias for alias, of in ALIASES.items() if level == 2 and of == name]:
         yield f"Also: {', '.join(f'`{other}`' for other in others)}.\n"
     yield from options(command, context)

@@ -37,8 +37,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Point the links of a page to where their targets are on the site."""
+    """Point the links of a page to where their targets are on the site, and call pages by their titles."""
     uri = page.file.src_uri
     path = uri.removeprefix("files/") if uri.startswith("files/") else f"docs/{uri}"
     path = path if (repository.ROOT / path).is_file() else path.removesuffix(".md")
-    return repository.rewritten(path, markdown)
+    titles = {f"docs/{file.src_uri}": repository.title_of(file.content_string) for file in files.documentation_pages()}
+    return repository.bare_pipes(repository.rewritten(path, repository.titled(path, markdown, titles)))

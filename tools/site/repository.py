@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import posixpath
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -51,6 +51,31 @@ def rewritten(page: str, text: str) -> str:
         return found[1] + posixpath.relpath(place(target(page, link)), here or ".") + hash_sign + anchor
 
     return outside_fences(text, lambda part: LINK.sub(replace, part))
+
+
+def titled(page: str, text: str, titles: Mapping[str, str]) -> str:
+    """Return a page in which links whose text is the name of a page have its title; in the repository a name helps."""
+
+    def replace(found: re.Match[str]) -> str:
+        title = titles.get(target(page, found[2]), "")
+        return f"[{title}]({found[2]})" if title and found[1].endswith(".md") else found[0]
+
+    return outside_fences(text, lambda part: re.sub(r"\[([\w/.-]+)\]\(([^)\s]+)\)", replace, part))
+
+
+def title_of(text: str) -> str:
+    """Return the heading of a page."""
+    found = re.search(r"^# (.+)$", text, re.M)
+    return found[1] if found else ""
+
+
+def bare_pipes(text: str) -> str:
+    """Return a page without backslashes in front of the bars in code of tables: other Markdown needs them there."""
+
+    def bare(line: str) -> str:
+        return re.sub(r"`[^`]*`", lambda code: code[0].replace("\\|", "|"), line) if line.startswith("|") else line
+
+    return outside_fences(text, lambda part: "\n".join(map(bare, part.split("\n"))))
 
 
 def outside_fences(text: str, change: Callable[[str], str]) -> str:
