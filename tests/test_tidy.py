@@ -138,9 +138,9 @@ LARGE: dict[str, tuple[int, str]] = {
         "one socket: reading, writing, TLS, and bytes held for it",
     ),
     "src/rallypoint/net.py": (410, "resolving, binding and connecting share their rules"),
-    "src/rallypoint/recipes/rendezvous.py": (340, "the whole of the public class: joining, watching, leaving, closing"),
+    "src/rallypoint/recipes/rendezvous.py": (350, "the whole of the public class: joining, watching, leaving, closing"),
     "src/rallypoint/filestore/log_file.py": (310, "one file: its locks, its log, and every step of a compaction"),
-    "src/rallypoint/store/base.py": (395, "the whole Store interface, with its docstrings"),
+    "src/rallypoint/store/base.py": (375, "the whole Store interface, with its docstrings"),
 }
 """Modules past SOFT_LINES: how many lines each may have, and why it is not two modules."""
 

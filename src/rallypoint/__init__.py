@@ -73,8 +73,9 @@ from rallypoint.errors import (
     Unsupported,
     WorkersMissing,
 )
-from rallypoint.store.base import Change, Lease, Pipeline, Store, Watch
+from rallypoint.store.base import Change, Lease, Store, Watch
 from rallypoint.store.memory import HashStore
+from rallypoint.store.pipeline import Pipeline
 from rallypoint.store.prefix import PrefixStore
 from rallypoint.store.tcp import TCPStore
 from rallypoint.store.url import connect

@@ -24,6 +24,7 @@ from rallypoint import aio
 from rallypoint.client.blocking.pending_call import PendingCall
 from rallypoint.core import ops
 from rallypoint.protocol.native_client import ClientProtocol
+from rallypoint.store.batch import Batch
 from rallypoint.testing import CuttingProxy
 
 server = server_fixture("module")
@@ -164,12 +165,24 @@ def watch_one(store: rallypoint.Store) -> None:
         assert changes.next(DEADLINE_S).key == "w"
 
 
+def collect_later(store: rallypoint.Store) -> None:
+    """Send a batch with a watch, and collect it after another call."""
+    batch = Batch(store)
+    count, watching = batch.add(store, "n", 1), batch.watch(store, "w")
+    batch.send()
+    store.set("w", "v")
+    batch.wait()
+    with watching.value as changes:
+        assert count.value and changes.next(DEADLINE_S).key == "w"
+
+
 CALLS: dict[str, Callable[[rallypoint.Store], object]] = {
     "add": lambda store: store.add("n", 1),
     "queue_pop": lambda store: store.queue_pop("q"),
     "wait": lambda store: store.wait(["there"]),
     "pipeline": lambda store: store._backend.pipeline([ops.Add(0, b"/n", 1), ops.Add(0, b"/n", 1)]),
     "watch": watch_one,
+    "batch": collect_later,
 }
 
 

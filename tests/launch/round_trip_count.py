@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
+from rallypoint.client.blocking.sent_batch import SentBatch
 from rallypoint.client.blocking.session import ClientSession
-from rallypoint.client.blocking.session_watch import SessionWatch
 from rallypoint.core import ops
 from rallypoint.launch.stores.node_relay import NodeRelay
 
@@ -47,6 +47,19 @@ class TripClock:
             self._inside = False
             self.now += trips
 
+    def later(self, sent: SentBatch) -> SentBatch:
+        """Return a batch whose collection waits for the trip that began when it was sent."""
+        if self._inside or threading.current_thread() is not self._agent:
+            return sent
+        arrives_at, collect = self.now + 1, sent.results
+
+        def results() -> list[Any]:
+            self.now = max(self.now, arrives_at)
+            return collect()
+
+        sent.results = results  # type: ignore[method-assign]
+        return sent
+
 
 def count_trips(monkeypatch: pytest.MonkeyPatch) -> TripClock:
     """Count the trips of the calling thread from now on, in every session that is opened, and at every relay."""
@@ -63,17 +76,12 @@ def count_trips(monkeypatch: pytest.MonkeyPatch) -> TripClock:
             with clock.waiting():
                 return super().ask(op, wait_s, left)
 
-        def ask_all(self, batch: Sequence[ops.Op]) -> list[Any]:
-            with clock.waiting():
-                return super().ask_all(batch)
+        def begin(self, batch: Sequence[ops.Op]) -> SentBatch:
+            return clock.later(super().begin(batch))
 
         def act(self, op: ops.Act) -> Any:
             with clock.waiting():
                 return super().act(op)
-
-        def watch(self, prefix: bytes) -> SessionWatch:
-            with clock.waiting():
-                return super().watch(prefix)
 
         def close(self) -> None:
             with clock.waiting():

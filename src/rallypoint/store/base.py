@@ -12,17 +12,18 @@ from __future__ import annotations
 
 import abc
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from rallypoint.core import ops
 from rallypoint.core.records import Event, Swap, TimedOut
 from rallypoint.deadline import Deadline, Timeout, seconds
-from rallypoint.errors import NotAnInteger, QueueEmpty, Unsupported
+from rallypoint.errors import NotAnInteger, QueueEmpty, RallypointError, Unsupported
+from rallypoint.store.pipeline import Pipeline
 from rallypoint.store.view import DEFAULT_TIMEOUT_S, StoreView, whole_amount
 
-__all__ = ["Backend", "Change", "Feed", "StoreDependent", "Lease", "Pipeline", "Store", "Watch"]
+__all__ = ["Backend", "Change", "Feed", "StoreDependent", "Lease", "Store", "Watch", "checked"]
 
 _Self = TypeVar("_Self", bound="Store")
 
@@ -78,13 +79,36 @@ class Backend(abc.ABC):
         """Stream the changes of keys that start with a prefix, from now on."""
         raise self.unsupported("watch")
 
+    def begin(self, batch: Sequence[ops.Op]) -> Callable[[], list[Any]]:
+        """Begin operations that do not wait, in order; return a function that waits for their results.
+
+        The result of an operation that failed is its error, and that of `WatchPrefix` is a feed. They take effect in
+        order, and before any later operation. A backend without pipelining executes them at once.
+        """
+        results = [self._result(op) for op in batch]
+        return lambda: results
+
+    def _result(self, op: ops.Op) -> Any:
+        try:
+            return self.watch(op.prefix) if isinstance(op, ops.WatchPrefix) else self.execute(op)
+        except RallypointError as error:
+            return error
+
     def pipeline(self, batch: Sequence[ops.Op]) -> list[Any]:
-        """Execute operations that do not wait, in order; return their results."""
-        return [self.execute(op) for op in batch]
+        """Execute operations that do not wait, in order; return their results, or raise the first error."""
+        return checked(self.begin(batch)())
 
     def unsupported(self, operation: str) -> Unsupported:
         """Build the error for an operation that this backend does not have."""
         return Unsupported(operation=operation, store=self.name, why="this kind of store cannot do it")
+
+
+def checked(results: list[Any]) -> list[Any]:
+    """Return the results of a batch; raise the first error among them."""
+    for result in results:
+        if isinstance(result, RallypointError):
+            raise result
+    return results
 
 
 class StoreDependent(Protocol):
@@ -121,11 +145,11 @@ class Lease:
 class Watch:
     """The changes of keys under a prefix, in order, since its creation; an iterator and a context manager."""
 
-    def __init__(self, store: Store, prefix: str, timeout: Timeout | None) -> None:
+    def __init__(self, store: Store, prefix: str, timeout: Timeout | None, feed: Feed | None = None) -> None:
         self.prefix = prefix
         self._store = store
         self._timeout_s = None if timeout is None else seconds(timeout)
-        self._feed = store._backend.watch(store._name(prefix))
+        self._feed = store._backend.watch(store._name(prefix)) if feed is None else feed
 
     def next(self, timeout: Timeout | None = None) -> Change:
         """Return the next change, waiting at most `timeout` (default: the watch's timeout, else the store's).
@@ -152,46 +176,6 @@ class Watch:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class Pipeline:
-    """Writes sent together at the end of a `with` block, in order; `results` then has the result of each.
-
-    After an exception in the block, nothing is sent. After an error of the store, the writes before it are applied, and
-    later ones may be.
-    """
-
-    def __init__(self, store: Store) -> None:
-        self.results: list[Any] = []
-        self._store = store
-        self._batch: list[ops.Op] = []
-
-    def set(self, key: str, value: str | bytes) -> None:
-        """Write a value."""
-        self._batch.append(ops.Set(0, self._store._name(key), self._store._value(key, value)))
-
-    def append(self, key: str, value: str | bytes) -> None:
-        """Append bytes to a value."""
-        self._batch.append(ops.Append(0, self._store._name(key), self._store._value(key, value)))
-
-    def add(self, key: str, amount: int) -> None:
-        """Add to a counter."""
-        self._batch.append(ops.Add(0, self._store._name(key), whole_amount(key, amount)))
-
-    def delete_key(self, key: str) -> None:
-        """Delete a key."""
-        self._batch.append(ops.Delete(0, self._store._name(key)))
-
-    def queue_push(self, key: str, value: str | bytes) -> None:
-        """Append an item to a queue."""
-        self._batch.append(ops.Push(0, self._store._name(key), self._store._value(key, value)))
-
-    def __enter__(self) -> Pipeline:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if kind is None:
-            self.results = self._store._backend.pipeline(self._batch)
 
 
 class Store(StoreView):

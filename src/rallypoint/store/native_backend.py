@@ -12,6 +12,7 @@ from typing import Any
 
 from rallypoint.client.blocking.pending_call import IGNORE_ANSWER
 from rallypoint.client.blocking.session import ClientSession
+from rallypoint.client.blocking.session_watch import SessionWatch
 from rallypoint.client.outage import ServerDown, disconnected
 from rallypoint.client.routing.route import Route
 from rallypoint.core import ops
@@ -19,6 +20,7 @@ from rallypoint.core.machines import barrier, exchange, lock, membership, rendez
 from rallypoint.core.machines.machine import Disconnected, Done, Refused, Undo, Waiting
 from rallypoint.core.records import OUTCOMES, Event, Swap, TimedOut
 from rallypoint.deadline import Deadline
+from rallypoint.errors import RallypointError
 from rallypoint.store.base import Backend, Feed
 
 __all__ = ["NativeBackend"]
@@ -130,24 +132,54 @@ class NativeBackend(Backend):
         return OUTCOMES[kind](*facts)
 
     def _lease(self, op: ops.SetLease) -> None:
-        if 0 < op.ttl_s < LEAST_TTL_S:
-            raise ValueError(f"a heartbeat of {op.ttl_s:g} s is too short; the minimum is {LEAST_TTL_S:g} s")
+        _check_heartbeat(op)
         self._session.ask(op)
+        self._leased(op)
+
+    def _leased(self, op: ops.SetLease) -> None:
         if op.ttl_s:
             self._session.need_heartbeat(op.ttl_s / 3)
 
     def watch(self, prefix: bytes) -> Feed:
-        return _NativeFeed(self._session, prefix)
+        (feed,) = self.pipeline([ops.WatchPrefix(0, prefix)])
+        assert isinstance(feed, Feed)
+        return feed
+
+    def begin(self, batch: Sequence[ops.Op]) -> Callable[[], list[Any]]:
+        for op in batch:
+            if isinstance(op, ops.SetLease):
+                _check_heartbeat(op)
+        sent = self._session.begin(batch)
+        return lambda: [self._read(op, result) for op, result in zip(batch, sent.results(), strict=True)]
+
+    def _read(self, op: ops.Op, result: Any) -> Any:
+        """Return the result of an operation of a batch, as `execute` does; errors are results."""
+        if isinstance(result, RallypointError):
+            return result
+        if isinstance(op, ops.CompareSwap):
+            return Swap(*result)
+        if isinstance(op, ops.Act):
+            return self._outcome(result)
+        if isinstance(op, ops.SetLease):
+            return self._leased(op)
+        return _NativeFeed(result) if isinstance(op, ops.WatchPrefix) else result
 
     def pipeline(self, batch: Sequence[ops.Op]) -> list[Any]:
         starts = range(0, len(batch), WINDOW)
-        return [answer for start in starts for answer in self._session.ask_all(batch[start : start + WINDOW])]
+        return [
+            result for start in starts for result in super(NativeBackend, self).pipeline(batch[start : start + WINDOW])
+        ]
 
     def clone(self) -> NativeBackend:
         return NativeBackend(self._route.copy(), self.timeout_s)
 
     def close(self) -> None:
         self._session.close()
+
+
+def _check_heartbeat(op: ops.SetLease) -> None:
+    if 0 < op.ttl_s < LEAST_TTL_S:
+        raise ValueError(f"a heartbeat of {op.ttl_s:g} s is too short; the minimum is {LEAST_TTL_S:g} s")
 
 
 def _wait_s(op: Any) -> float | None:
@@ -167,8 +199,8 @@ _SPECIAL: dict[type[ops.Op], Callable[[NativeBackend, Any], Any]] = {
 
 
 class _NativeFeed(Feed):
-    def __init__(self, session: ClientSession, prefix: bytes) -> None:
-        self._watch = session.watch(prefix)
+    def __init__(self, watch: SessionWatch) -> None:
+        self._watch = watch
 
     def next(self, deadline: Deadline) -> Event | TimedOut:
         return self._watch.next(deadline)

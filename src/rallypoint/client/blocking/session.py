@@ -30,7 +30,7 @@ from rallypoint import net
 from rallypoint.client import lost_sessions
 from rallypoint.client.blocking import monitor
 from rallypoint.client.blocking.pending_call import IGNORE_ANSWER, PendingCall
-from rallypoint.client.blocking.session_watch import SessionWatch
+from rallypoint.client.blocking.sent_batch import SentBatch
 from rallypoint.client.blocking.shared_connection import SharedConnection
 from rallypoint.client.blocking.supervisor import ConnectionSupervisor
 from rallypoint.client.outage import CallDeadline, ServerDown, operation_name, patience_s
@@ -200,25 +200,11 @@ class ClientSession:
             self._unanswered(error, pending.number, left)
             raise
 
-    def ask_all(self, batch: Sequence[ops.Op]) -> list[Any]:
-        """Send requests together and wait for all replies; raise the first error among them."""
+    def begin(self, batch: Sequence[ops.Op]) -> SentBatch:
+        """Send requests together, and return at once; the batch collects the replies."""
         if _forks != self._forks:
             self._after_fork()
-        connection, election, patience = self._connection, self._election, CallDeadline(self.patience_s, None)
-        requests = [(op, PendingCall()) for op in batch]
-        try:
-            connection.submit(requests, "pipeline", patience)
-            replies = [election.answer(pending, "pipeline", patience) for _, pending in requests]
-        except BaseException:
-            with connection.lock:
-                for _, pending in requests:
-                    connection.core.forget(pending.number)
-            raise
-        finally:
-            for _, pending in requests:
-                connection.pending.pop(pending.number, None)
-            election.wake_another()
-        return [reply.result if reply.status == ReplyStatus.OK else self._failed(reply) for reply in replies]
+        return SentBatch(self, self._connection, self._election, batch)
 
     def act(self, op: ops.Act) -> Any:
         """Send a call on a shared object, or go on waiting for the reply to the request it sent before an outage.
@@ -269,12 +255,6 @@ class ClientSession:
             self._parked[left] = connection.pending[number]
         else:
             connection.withdraw(number)
-
-    def watch(self, prefix: bytes) -> SessionWatch:
-        """Watch the keys under a prefix."""
-        if _forks != self._forks:
-            self._after_fork()
-        return SessionWatch(self, self._connection, self._election, prefix)
 
     def uses(self, connection: SharedConnection) -> bool:
         """Return whether a connection is this session's in this process."""

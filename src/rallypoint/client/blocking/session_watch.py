@@ -1,8 +1,9 @@
 """A watch of a blocking session: the changes of keys under a prefix, in order, for any number of threads.
 
-Its `PendingCall` stays registered while the watch is open, so its events survive cuts as replies do. A thread that
-waits for an event takes part in the election of the reader, like any call. In a forked child the watch remains its
-parent's: it raises `SessionLost` there, and closing it tells the server nothing.
+The watch is begun as a part of a batch (`sent_batch.py`). Its `PendingCall` stays registered while the watch is open,
+so its events survive cuts as replies do. A thread that waits for an event takes part in the election of the reader,
+like any call. In a forked child the watch remains its parent's: it raises `SessionLost` there, and closing it tells the
+server nothing.
 """
 
 from __future__ import annotations
@@ -15,10 +16,9 @@ from rallypoint.client.blocking.reader_election import ReaderElection
 from rallypoint.client.blocking.shared_connection import SharedConnection
 from rallypoint.client.outage import CallDeadline
 from rallypoint.core import ops
-from rallypoint.core.records import Event, ReplyStatus, TimedOut
+from rallypoint.core.records import Event, TimedOut
 from rallypoint.deadline import Deadline
 from rallypoint.errors import ConnectionLost, RallypointError, SessionLost, StoreClosed
-from rallypoint.protocol.reported_errors import error_of
 
 if TYPE_CHECKING:
     from rallypoint.client.blocking.session import ClientSession
@@ -30,27 +30,11 @@ class SessionWatch:
     """The events of one watch."""
 
     def __init__(
-        self, session: ClientSession, connection: SharedConnection, election: ReaderElection, prefix: bytes
+        self, session: ClientSession, connection: SharedConnection, election: ReaderElection, pending: PendingCall
     ) -> None:
         self._session, self._connection, self._election = session, connection, election
-        self._pending = PendingCall()
-        self._start(ops.WatchPrefix(0, prefix), CallDeadline(session.patience_s, None))
-
-    def _start(self, op: ops.WatchPrefix, patience: CallDeadline) -> None:
-        pending, early = self._pending, list[Event]()  # after a reconnect, events may precede the repeated reply
-        try:
-            self._connection.submit([(op, pending)], "watch", patience)
-            while isinstance(answer := self._election.next(pending, "watch", patience), Event):
-                early.append(answer)
-        except BaseException:
-            self._connection.withdraw(pending.number)
-            raise
-        finally:
-            self._election.wake_another()
-        pending.answers.extendleft(reversed(early))
-        if answer.status != ReplyStatus.OK:
-            self._connection.pending.pop(pending.number, None)
-            raise error_of(answer, self._session.label)
+        self._pending = pending
+        """The call that the server has accepted; it receives the events."""
 
     def next(self, deadline: Deadline) -> Event | TimedOut:
         """Return the next event, waiting for it until the deadline; raise StoreClosed once closed."""

@@ -10,7 +10,7 @@ could be interrupted in the middle of a report.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from rallypoint.core import ops
@@ -48,8 +48,9 @@ class InterruptibleBackend(Backend):
     def watch(self, prefix: bytes) -> Feed:
         return self._wakeup.interruptible(lambda: self._backend.watch(prefix))
 
-    def pipeline(self, batch: Sequence[ops.Op]) -> list[Any]:
-        return self._wakeup.interruptible(lambda: self._backend.pipeline(batch))
+    def begin(self, batch: Sequence[ops.Op]) -> Callable[[], list[Any]]:
+        wait = self._wakeup.interruptible(lambda: self._backend.begin(batch))
+        return lambda: self._wakeup.interruptible(wait)
 
     def clone(self) -> Backend:
         return InterruptibleBackend(self._backend.clone(), self._wakeup)
