@@ -90,7 +90,7 @@ class Commands:
         watch = rendezvous.RendezvousWatch(chance.choice((0, machine.scope, machine.scope)))
         others = (
             rendezvous.RendezvousClose("done", "well"),
-            rendezvous.RendezvousReopen(),
+            rendezvous.RendezvousReopen(chance.random() < 0.5),
             rendezvous.RendezvousQuery(),
             rendezvous.RendezvousQuery(machine.scope),
             rendezvous.RendezvousEvict(machine.scope, member, "silent"),

@@ -66,7 +66,7 @@ COMMANDS: dict[type[Machine], tuple[st.SearchStrategy[Any], type[Undo]]] = {
             *[st.builds(rendezvous.RendezvousJoin, limits, rank=rank_wishes, run=st.sampled_from([-1, -1, 0]))] * 4,
             st.builds(rendezvous.RendezvousWatch, st.integers(1, 12)),
             st.builds(rendezvous.RendezvousClose, st.just("done"), st.just("well")),
-            st.builds(rendezvous.RendezvousReopen),
+            st.builds(rendezvous.RendezvousReopen, st.booleans()),
             st.builds(rendezvous.RendezvousQuery, st.integers(0, 12)),
             st.builds(rendezvous.RendezvousEvict, st.integers(0, 12), st.sampled_from("012"), st.just("silent")),
         ),

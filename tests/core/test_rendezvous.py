@@ -51,8 +51,8 @@ class RendezvousHarness:
     def close(self, result: str = "done", reason: str = "all epochs trained") -> Any:
         return self._do("closer", "", RendezvousClose(result, reason))
 
-    def reopen(self) -> Any:
-        return self._do("opener", "", RendezvousReopen())
+    def reopen(self, if_left: bool = False) -> Any:
+        return self._do("opener", "", RendezvousReopen(if_left))
 
     def leave(self, name: str, undo: type[Undo] = RendezvousLeave, **how: Any) -> Any:
         call, _ = self.calls[name]
@@ -663,6 +663,18 @@ def test_a_reopened_run_refuses_nodes_of_the_previous_run_even_when_idle() -> No
     assert harness.machine.idle and harness.machine.persists_idle
     refusal = harness.join("a", "a2", run=0)
     assert isinstance(refusal, Refused) and refusal.error == "RunClosed"
+
+
+def test_a_run_that_nodes_have_not_left_may_be_kept_closed() -> None:
+    """A late node of the run must learn its result, and a spare may be the last node to leave."""
+    harness = harness_of("a b", 2, 2)
+    assert harness.reopen(if_left=True) is False, "the run is open"
+    harness.close()
+    harness.leave("a")
+    assert harness.reopen(if_left=True) is False and harness.join("new") == closed_with()
+    harness.end_session("b")
+    assert harness.reopen(if_left=True) is True
+    assert harness.join("new") is WAIT
 
 
 def test_a_forgotten_run_continues_under_the_number_of_its_nodes() -> None:

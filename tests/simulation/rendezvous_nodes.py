@@ -108,7 +108,7 @@ class Nodes:
         """Perhaps reopen the run; return whether that was tried."""
         if self._next_choice(process) != "close":
             return False
-        yield from self._ask(process, rendezvous.RendezvousReopen(), NEVER)
+        yield from self._ask(process, rendezvous.RendezvousReopen(self.simulator.chance.random() < 0.5), NEVER)
         return True
 
     def _ask(self, process: Process, command: Command, patience_s: float) -> Steps:

@@ -25,6 +25,7 @@ from rallypoint.net import is_loopback
 from rallypoint.recipes import join_args
 from rallypoint.recipes.hosting.shared_object import Progress, Recipe, SharedObject
 from rallypoint.recipes.round_watch import RoundChange, RoundWatch
+from rallypoint.store.batch import Answer, Batch
 from rallypoint.store.prefix import with_prefix
 from rallypoint.text import printable
 
@@ -78,12 +79,13 @@ class Round:
 
     def __init__(self, shared: SharedObject, told: list[Any], store: Any) -> None:
         self.told = told
-        _, number, scope, rank, size, first, _, reason = told
+        _, number, scope, rank, size, first, before, reason = told
         self.number: int = number
         self.rank: int = rank
         self.world_size: int = size
         self.reason: str = reason
         self.scope: int = scope
+        self._before: int = before  # the scope of the round before; 0 if there was none
         self.first = Node(first[0], first[1], "")
         """The node of rank 0; its `host` is the address at which other nodes reach it."""
 
@@ -158,16 +160,20 @@ class Rendezvous(Recipe):
         closed, Disagreement, RankTaken and NotAMember at once, NameTaken after 3 s of retries, RunFull after 10 s, and
         SessionLost if this process stalled and the others continued without it: then call `join` again.
         """
+        joined = self._join_round(timeout)
+        if joined.rank == 0 and joined._before:
+            self._drop(joined._before)
+        return joined
+
+    def _join_round(self, timeout: Timeout | None) -> Round:
+        """Join, and keep the keys of the round before."""
         self._stop_watching()
         self._round = None
         deadline = self._object.deadline(JOIN_S if timeout is None else timeout)
         told = self._join_as(deadline)
         self._named = True
         self._join.run = told[0]
-        entered = self._enter(told)
-        if entered.rank == 0:
-            self._drop(told[6])
-        return entered
+        return self._enter(told)
 
     def _enter(self, told: list[Any]) -> Round:
         """Make a round this node's current one, and watch it if there is a callback."""
@@ -253,16 +259,18 @@ class Rendezvous(Recipe):
         A node that is `done` does not end the round for the others. If it `failed` (the reason), and fewer nodes than
         the minimum are left, the run is closed as failed.
         """
-        self._stop_watching()
-        last = False
-        if self._call:
-            command = rendezvous.RendezvousLeave(self._call, join_args.shortened(failed, "failed"), done)
-            outcome = self._object.act(self.node, self._object.next_call(), command, 0.0)
-            last = isinstance(outcome, Done) and outcome.answer == 0
-            if last and self._round is not None:
-                self._drop(self._round.scope)
+        left, scope = self._leave(None, failed, done), None if self._round is None else self._round.scope
         self._call, self._round = 0, None
+        last = left is not None and left.value == 0
+        if last and scope is not None:
+            self._drop(scope)
         return last
+
+    def _leave(self, batch: Batch | None, failed: str, done: bool) -> Answer[int] | None:
+        """Ask to leave, with a batch; the answer is how many nodes are left, or None if this one had not joined."""
+        self._stop_watching(batch)
+        command = rendezvous.RendezvousLeave(self._call, join_args.shortened(failed, "failed"), done)
+        return self._object.ask(batch, self.node, command) if self._call else None
 
     def evict(self, node: str, scope: int, reason: str) -> None:
         """Remove another node, which does not respond, from the round of that scope, if it is still in it."""
@@ -286,9 +294,8 @@ class Rendezvous(Recipe):
         Call this before the first join, not when a join finds the run closed: a spare that waited for the result must
         see it, and may be the last node by then.
         """
-        status = self.status()
-        if status.phase == "closed" and not status.nodes:
-            self.open()  # no error if another node has opened it meanwhile
+        if self._done(rendezvous.RendezvousReopen(if_left=True)):
+            self._join.run = -1
 
     def status(self) -> Status:
         """Return the current state of the run; the caller need not be a node of it."""
@@ -306,11 +313,11 @@ class Rendezvous(Recipe):
         assert isinstance(outcome, Done)
         return outcome.answer
 
-    def _stop_watching(self) -> None:
+    def _stop_watching(self, batch: Batch | None = None) -> None:
         with self._lock:
             watch, self._watch = self._watch, None
         if watch is not None:
-            watch.stop()
+            watch.stop(batch)
 
     def _prefix(self, scope: int) -> str:
         return join_args.round_prefix(self._object.name, scope)

@@ -15,6 +15,7 @@ from rallypoint.core.machines.machine import Done
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.errors import RallypointError
 from rallypoint.recipes.hosting.shared_object import PROGRESS_S, SharedObject
+from rallypoint.store.batch import Batch
 from rallypoint.text import printable
 
 __all__ = ["RoundChange", "RoundWatch"]
@@ -70,13 +71,13 @@ class RoundWatch:
         self._stopped = threading.Event()
         threading.Thread(target=self._run, name=f"watch of {shared.title}", daemon=True).start()
 
-    def stop(self) -> None:
-        """Stop watching; the callback is not called any more."""
+    def stop(self, batch: Batch | None = None) -> None:
+        """Stop watching; the callback is not called any more. The server is told at once, or with a batch."""
         self._stopped.set()
         if not self.change.is_set():
             self.change.dismiss("this node has left the round")
             with contextlib.suppress(RallypointError):
-                self._object.act(self._member, self._object.next_call(), rendezvous.RendezvousWithdraw(self._call), 0.0)
+                self._object.ask(batch, self._member, rendezvous.RendezvousWithdraw(self._call)).optional = True
 
     def _run(self) -> None:
         pushed = self._object.statistics().hosted_by == "server"

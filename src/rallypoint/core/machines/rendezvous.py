@@ -133,6 +133,9 @@ class RendezvousClose(Command, tag="rendezvous.close"):
 class RendezvousReopen(Command, tag="rendezvous.open"):
     """Begin a new run if the last one was closed; answered by whether it was."""
 
+    if_left: bool = False
+    """Whether to do so only if all nodes have left: a late node must learn the result of its run."""
+
 
 class RendezvousQuery(Command, tag="rendezvous.look"):
     """Answer the whole status at once, or the nodes of the round of that scope, if it is the last."""
@@ -217,7 +220,7 @@ class RendezvousMachine(Machine, kw_only=True):
         if isinstance(command, RendezvousClose):
             return self._close(command)
         if isinstance(command, RendezvousReopen):
-            return self._open(stamp)
+            return Step(Done(False)) if command.if_left and self.nodes else self._open(stamp)
         if isinstance(command, RendezvousEvict):
             return self._evict(command, stamp)
         assert isinstance(command, RendezvousQuery)

@@ -14,7 +14,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 
 from rallypoint import errors
 from rallypoint.client.outage import WithoutQuorum
@@ -23,6 +23,7 @@ from rallypoint.core.machines.machine import Command, Disconnected, Done, Machin
 from rallypoint.deadline import Deadline
 from rallypoint.errors import MeetingError, MembersMissing, NoQuorum, RallypointError
 from rallypoint.store.base import Store
+from rallypoint.store.batch import Answer, Batch
 from rallypoint.store.internal import backend_of, encoded_key
 from rallypoint.text import printable
 
@@ -39,8 +40,14 @@ ADVICE = {"lock": "Look at its holder: is it running, and will it release the lo
 DOWN = "This call is undone when the server is back; whether it completed is unknown. Is the server being restarted?"
 """Advice for a timeout while the server is down."""
 
+T = TypeVar("T")
+
 Progress = Callable[[Waiting], object]
 """A callback that is called every few seconds while a call waits."""
+
+
+def _as_it_is(answer: Any) -> Any:
+    return answer
 
 
 class ObjectHost(Protocol):
@@ -67,9 +74,14 @@ class ServerHost:
 
     def act(self, name: str, member: str, call: int, command: Command, wait_s: float) -> Done | Refused | Waiting:
         """Send the command to the server."""
-        op = ops.Act(0, encoded_key(self._store, name), member, call, command, wait_s)  # type: ignore[arg-type]
-        outcome: Done | Refused | Waiting = backend_of(self._store).execute(op)
+        outcome: Done | Refused | Waiting = backend_of(self._store).execute(
+            self.op(name, member, call, command, wait_s)
+        )
         return outcome
+
+    def op(self, name: str, member: str, call: int, command: Command, wait_s: float) -> ops.Act:
+        """Return the operation that sends a command."""
+        return ops.Act(0, encoded_key(self._store, name), member, call, command, wait_s)  # type: ignore[arg-type]
 
     def evict_dead(self, name: str, kind: type[Machine]) -> None:
         """Do nothing: the server evicts a session when it ends."""
@@ -178,6 +190,28 @@ class SharedObject:
         if isinstance(outcome, Refused):
             self._refused(outcome)
         return outcome
+
+    def ask(
+        self, batch: Batch | None, member: str, command: Command, read: Callable[[Any], T] = _as_it_is
+    ) -> Answer[T]:
+        """Apply a command that does not wait: with the other requests of a batch, or at once if there is none.
+
+        The value is what `read` makes of the machine's answer. Only our server has batches.
+        """
+
+        def answer_of(outcome: Done | Refused | Waiting) -> T:
+            if isinstance(outcome, Refused):
+                self._refused(outcome)
+            return read(outcome.answer if isinstance(outcome, Done) else None)
+
+        call = self.next_call()
+        if batch is not None and isinstance(self._host, ServerHost):
+            return batch.request(self._host.op(self.name, member, call, command, 0.0), answer_of)
+        answer = Answer(answer_of)
+        error = answer.settle(self._host.act(self.name, member, call, command, 0.0))
+        if error is not None:
+            raise error
+        return answer
 
     def evict_dead(self, kind: type[Machine]) -> None:
         """Evict dead sessions from this object, so that a query of its members is accurate."""
