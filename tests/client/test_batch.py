@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cutting_proxy import DOWN, UP, CuttingProxy
 from tests.served import server_fixture
 
 import rallypoint
 from rallypoint.core import ops
 from rallypoint.store.base import Watch
 from rallypoint.store.batch import Answer, Batch
+from rallypoint.testing import DOWN, UP, CuttingProxy
 
 DEADLINE_S = 60
 

@@ -32,12 +32,12 @@ class TripClock:
     def __init__(self) -> None:
         self.now = 0
         self._agent = threading.current_thread()
-        self._inside = False
+        self._inside = False  # a counted call
 
     @contextlib.contextmanager
     def waiting(self, trips: int = 1) -> Iterator[None]:
         """Count the trips of a call, unless it is a part of another one, or of another thread."""
-        if self._inside or threading.current_thread() is not self._agent:
+        if self._inside or not self._is_agent:
             yield
             return
         self._inside = True
@@ -47,14 +47,21 @@ class TripClock:
             self._inside = False
             self.now += trips
 
+    def wait_until(self, trips: int) -> None:
+        """Wait for what was begun earlier, and is there after so many trips."""
+        if self._is_agent:
+            self.now = max(self.now, trips)
+
+    @property
+    def _is_agent(self) -> bool:
+        return threading.current_thread() is self._agent
+
     def later(self, sent: SentBatch) -> SentBatch:
         """Return a batch whose collection waits for the trip that began when it was sent."""
-        if self._inside or threading.current_thread() is not self._agent:
-            return sent
-        arrives_at, collect = self.now + 1, sent.results
+        there_at, collect = self.now + 1, sent.results
 
         def results() -> list[Any]:
-            self.now = max(self.now, arrives_at)
+            self.wait_until(there_at)
             return collect()
 
         sent.results = results  # type: ignore[method-assign]
@@ -90,9 +97,15 @@ def count_trips(monkeypatch: pytest.MonkeyPatch) -> TripClock:
     class CountedRelay(NodeRelay):
         """A relay that counts."""
 
-        def close_round(self, run: str, scope: int | None, timeout_s: float) -> None:
-            with clock.waiting(CLOSE_ROUND):
-                super().close_round(run, scope, timeout_s)
+        closed_at = 0
+
+        def close_round(self, run: str, scope: int | None, timeout_s: float) -> threading.Thread:
+            self.closed_at = clock.now + CLOSE_ROUND
+            return super().close_round(run, scope, timeout_s)
+
+        def close(self) -> None:
+            super().close()
+            clock.wait_until(self.closed_at)
 
     monkeypatch.setattr("rallypoint.store.native_backend.ClientSession", CountedSession)
     monkeypatch.setattr("rallypoint.launch.stores.store_provider.NodeRelay", CountedRelay)

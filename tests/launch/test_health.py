@@ -104,7 +104,7 @@ def test_a_signal_ends_the_agent_at_once(place: Place, cools_down: bool, name: s
     check = "echo $$ > pid; mv pid there; " + ("exit 3" if cools_down else "exec sleep 1000")
     node = place.run("--health-check", check, "--health-timeout=900", "--health-cooldown=900", place.script(STAY))
     if cools_down:
-        node.until("this node is out of the run, and is checked again in 600 s")
+        node.until(r"this node is out of the run, and is checked again in (600|59\d\.\d) s")
     else:
         until((place.where / "there").exists, bool)
     node.signal(name)
@@ -183,7 +183,8 @@ def test_a_spare_does_not_wait_for_a_check_that_takes_long(place: Place) -> None
     (place.where / "slow").touch()
     kill(victim)
     b.until(r"a spare takes its place: its health check has been running for \d\.\d s")
-    up_with(c, 2, restarts=1)
+    for node in (a, c):
+        up_with(node, 2, restarts=1)
     assert (place.where / "checks").read_text().split().count("a") == 1, "its workers did not fail by themselves"
     finish(a, c)
     assert b.end() == 0, "a spare, which ends with the run in the middle of its check"

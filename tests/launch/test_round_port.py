@@ -111,9 +111,9 @@ def test_the_last_one_closes_the_round_at_the_server(node: RelayOfNode) -> None:
     with RawPeer(("127.0.0.1", node.open("run", 2))) as peer:
         peer.work(1)
         assert node.server.statistics()["rounds"] == 1
-        node.relay.close_round("run", 1, AMPLE_S)
+        node.relay.close_round("run", 1, AMPLE_S).join(AMPLE_S)
         assert set(node.ports()) == {"run"}, "that is a later one"
-        node.relay.close_round("run", 2, AMPLE_S)
+        node.relay.close_round("run", 2, AMPLE_S).join(AMPLE_S)
     assert node.ports() == {} and node.server.statistics()["rounds"] == 0
 
 

@@ -11,7 +11,7 @@ import rallypoint
 from rallypoint.launch.agent import NodeAgent
 from rallypoint.launch.job import Job, WorkerCommand
 
-STARTED, ENDED = 9, 22
+STARTED, ENDED = 4, 9
 """Trips of a job of one node, on a server that runs already: until its workers start, and in all."""
 
 

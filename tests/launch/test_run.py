@@ -29,6 +29,7 @@ from rallypoint.launch.workers.worker_group import _why_not
 from rallypoint.launch.workers.worker_process import WorkerUnstartable
 from rallypoint.readiness import wait_readable
 from rallypoint.recipes.rendezvous import Rendezvous
+from rallypoint.store.batch import Batch
 
 TOLD = frozenset(
     """RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE GROUP_RANK GROUP_WORLD_SIZE ROLE_NAME ROLE_RANK ROLE_WORLD_SIZE
@@ -654,7 +655,8 @@ def test_runs_whose_names_begin_alike_have_nothing_in_common() -> None:
     with rallypoint.Server() as server, rallypoint.TCPStore("127.0.0.1", server.port, timeout=AMPLE_S) as store:
         one, other = (RunState(store, name, lambda: None) for name in ("exp", "exp/1"))
         other.refund()
-        one.clear()
+        with Batch(store) as batch:
+            one.clear(batch)
         assert other.restarts() == -1
 
 

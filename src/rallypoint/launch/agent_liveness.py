@@ -12,13 +12,14 @@ Rejected: that every agent watches all leases. Each of n agents would receive n 
 
 from __future__ import annotations
 
-import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 
-from rallypoint.launch.changes import changes_of
+from rallypoint.launch.changes import Listener
 from rallypoint.recipes.join_args import quoted
-from rallypoint.store.base import Lease, Store, Watch
+from rallypoint.store.base import Change, Lease, Store
+from rallypoint.store.batch import Batch
 
 __all__ = ["AgentLiveness"]
 
@@ -34,7 +35,8 @@ class AgentLiveness:
         self._timeout_s = timeout_s
         self._wake = wake
         self._lease: Lease | None = None
-        self._watch: Watch | None = None
+        self._listener: Listener | None = None
+        self._others: frozenset[str] = frozenset()
         self.silent: deque[str] = deque()
         """Nodes whose lease has ended."""
 
@@ -43,34 +45,40 @@ class AgentLiveness:
         """Why such a node is evicted."""
         return f"its agent is stopped: no heartbeat for {self._timeout_s:g} s (--agent-timeout)"
 
-    def enter(self, store: Store, members: Sequence[str], rank: int) -> None:
+    def enter(self, batch: Batch, store: Store, members: Sequence[str], rank: int) -> None:
         """Enter a round with these nodes: keep a lease and, on the first few nodes, watch those of the others."""
         self._stop_watching()
         if not self._timeout_s or len(members) == 1:
             return
         if rank < WATCHERS:
-            self._watch = store.watch(self._prefix)
-            others = frozenset(members).difference([members[rank]])
-            name = "liveness of agents"
-            threading.Thread(target=self._listen, args=(self._watch, others), name=name, daemon=True).start()
-        self._lease = store.lease(f"{self._prefix}{members[rank]}", "", self._timeout_s)
+            self._others = others = frozenset(members).difference([members[rank]])
+            self._listener = Listener(store, self._prefix, partial(self._changed, others), "liveness of agents")
+        batch.lease(store, f"{self._prefix}{members[rank]}", "", self._timeout_s).then(self._entered)
 
-    def leave(self) -> None:
+    def _entered(self, lease: Lease) -> None:
+        self._lease = lease
+
+    def confirm(self) -> None:
+        """Wait until this node watches the others, if it is to; raise an error if it never will."""
+        if self._listener is not None:
+            self._listener.confirm()
+
+    def leave(self, batch: Batch) -> None:
         """Give up the lease; call this after this node has left the rendezvous."""
         self._stop_watching()
         if self._lease is not None:
-            self._lease.release()
+            batch.release(self._lease)
             self._lease = None
 
     def _stop_watching(self) -> None:
+        self._others = frozenset()
         self.silent.clear()
-        if self._watch is not None:
-            self._watch.close()
-            self._watch = None
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
 
-    def _listen(self, watch: Watch, others: frozenset[str]) -> None:
-        for change in changes_of(watch):
-            node = change.key.removeprefix(self._prefix)
-            if change.value is None and node in others and watch is self._watch:
-                self.silent.append(node)
-                self._wake()
+    def _changed(self, others: frozenset[str], change: Change) -> None:
+        node = change.key.removeprefix(self._prefix)
+        if change.value is None and node in others and others is self._others:  # not of an earlier round
+            self.silent.append(node)
+            self._wake()

@@ -18,7 +18,7 @@ from rallypoint import net
 from rallypoint.core.machines.machine import Waiting
 from rallypoint.core.policy.restart_policy import RoundProgress
 from rallypoint.deadline import Deadline
-from rallypoint.errors import ConnectionLost, MeetingError, RallypointError
+from rallypoint.errors import ConnectionLost, MeetingError, NetworkError, RallypointError
 from rallypoint.launch.agent_liveness import AgentLiveness
 from rallypoint.launch.events import Events
 from rallypoint.launch.failures import Failure, server_failure
@@ -31,8 +31,10 @@ from rallypoint.launch.stores.interruptible_store import interruptible_view
 from rallypoint.launch.stores.store_provider import StoreProvider, address_in, rank0_address
 from rallypoint.launch.stores.store_search import READ_S, StoreSearch
 from rallypoint.launch.wakeup_pipe import WakeupPipe
+from rallypoint.recipes import rendezvous_batch
 from rallypoint.recipes.rendezvous import Rendezvous, Round, Status
 from rallypoint.store.base import Store
+from rallypoint.store.batch import Answer, Batch
 
 __all__ = ["FAILED", "SUCCEEDED", "NodeRun"]
 
@@ -65,6 +67,13 @@ class NodeRun:
         self._provider: StoreProvider | None = None
         self._server_id: bytes | None = None
         self._reported_s = 0.0
+        self._opening: Batch
+        self._has_begun = False
+        """Whether a closed run of this id has been opened again if it was to be: once, before the first join."""
+
+        self._must_count = True
+        """Whether the number of used restarts is read after the exchange, when all nodes have given back restarts."""
+
         self._stack = contextlib.ExitStack()
         self.monitor = NodeMonitor(job, wakeup, events)
         self._liveness = AgentLiveness(job.run_id, job.agent_timeout_s, wakeup.wake)
@@ -108,15 +117,26 @@ class NodeRun:
         first, same = self._server_id is None, self._server_id == at.server_id
         run_state = RunState(store, self._job.run_id, self._wakeup.wake, 0 if first else self.run_state.used)
         rendezvous = self._rendezvous(store)
-        if first:
-            rendezvous.begin_anew()
-        else:
+        if not first:
             rendezvous.succeed(self.rendezvous, same)
+            self._wakeup.interruptible(run_state.confirm)
+        self._opening = Batch(store)
+        if not self._has_begun:
+            rendezvous_batch.begin_anew(rendezvous, self._opening).then(self._begun)
+        self._opening.send()
         self._provider, self._server_id, self.run_state, self.rendezvous = at, at.server_id, run_state, rendezvous
         self.state_lost = self.state_lost or not (first or same)
         self.store = store
         if self._job.node is not None:  # otherwise the name is known once this node has joined
             self.monitor.attach(store, self._job.node)
+
+    def _begun(self, _: bool) -> None:
+        self._has_begun = True
+
+    def _opened(self) -> None:
+        """Wait for the replies to the requests of `attach`."""
+        self._opening.wait()
+        self._wakeup.interruptible(self.run_state.confirm)
 
     def close(self) -> None:
         """Leave the run if the server answers, and end the session."""
@@ -154,28 +174,46 @@ class NodeRun:
         self.monitor.reporter.state("waiting", "joining a round")
         while True:
             with self._events.status(self._waiting_reason):
-                joined = self._join()
+                joined, entering = self._join()
                 try:
                     infos, master = self._wakeup.interruptible(partial(self._exchange, joined), patience_s=0.0)
                 except (MeetingError, ConnectionLost) as error:
                     if not isinstance(error, MeetingError) and not self._stores.failure_reason():
                         raise
+                    entering.wait()
                     self._events.say("rejoin", f"round {joined.number} failed to start: {error}")
                     continue
+            entering.wait()
             self._members = [one.node for one in infos]
-            self._liveness.enter(self.store, self._members, joined.rank)
+            with Batch(self.store) as entering:
+                self._liveness.enter(entering, self.store, self._members, joined.rank)
+                if self._must_count:
+                    self.run_state.count_restarts(entering)
+            self._wakeup.interruptible(self._liveness.confirm)
             return self._spec(joined, infos, master)
 
-    def _join(self) -> Round:
-        """Join a round, and enter it."""
-        join_s = self._job.join_timeout_s
-        joined = self._round = self._wakeup.interruptible(lambda: self.rendezvous.join(join_s), patience_s=0.0)
-        self.run_state.enter_round(joined.store, self.rendezvous.node)
+    def _join(self) -> tuple[Round, Batch]:
+        """Join a round, and enter it; return the batch of its first requests, to be collected once it has formed."""
+        join_s, entering = self._job.join_timeout_s, Batch(self.store)
+        try:
+            joined = self._round = self._wakeup.interruptible(
+                lambda: rendezvous_batch.join(self.rendezvous, entering, join_s), patience_s=0.0
+            )
+        except NetworkError:
+            with contextlib.suppress(RallypointError):
+                self._opening.wait()  # before the next `attach`: the requests may have reached the server
+            raise
+        self._opened()
+        self.run_state.enter_round(entering, joined.store, self.rendezvous.node)
         self._events.node = self.rendezvous.node
         self.monitor.attach(self.store, self.rendezvous.node)
+        self._must_count = joined.world_size > 1 or bool(self._suspects)
+        if not self._must_count:
+            self.run_state.count_restarts(entering)
+        entering.send()
         self._refund_lost_nodes()
         self._reported_s = 0.0
-        return joined
+        return joined, entering
 
     def _exchange(self, joined: Round) -> tuple[Sequence[NodeInfo], net.Endpoint]:
         """Exchange the data of the nodes of a round; return it, and the address of the round's store."""
@@ -185,7 +223,7 @@ class NodeRun:
         return infos, here.store_of(run, joined, infos[0].port, READ_S)
 
     def _spec(self, joined: Round, infos: Sequence[NodeInfo], master: net.Endpoint) -> RoundSpec:
-        self.monitor.reporter.restarts = self.run_state.restarts()
+        self.monitor.reporter.restarts = self.run_state.used
         return RoundSpec(
             run_id=self._job.run_id,
             url=self._stores.url,
@@ -219,21 +257,27 @@ class NodeRun:
         if last is None or status.round != last.number or not set(self._members).isdisjoint(status.waiting):
             self.done = False  # another round forms, or has formed
             return
-        self.run_state.enter_round(self.rendezvous.follow(last).store, self.rendezvous.node)
+        with Batch(self.store) as batch:
+            self.run_state.enter_round(batch, self.rendezvous.follow(last).store, self.rendezvous.node)
         if status.phase != "closed":
             self.finish()  # the first announcement may have been lost
         self.run_state.notified = True
 
-    def finish(self) -> None:
-        """Announce that this node's workers have succeeded."""
+    def finish(self) -> bool:
+        """Announce that this node's workers have succeeded; return whether those of all nodes have."""
         self.done = True  # first: even if the server is lost now, the workers are not run again
-        self.run_state.finish(self.rendezvous.node)
+        with Batch(self.store) as batch:
+            done = self.run_state.finish(batch, self.rendezvous.node)
         self._events.say("done", "announced that this node is done", as_text=False)
+        return RoundProgress(self._members, (), done=done.value).all_done
 
     def progress(self, status: Status | None = None) -> RoundProgress:
         """Return which nodes of this round are alive, waiting and done."""
-        status = status or self.rendezvous.status()
-        return RoundProgress(self._members, list(status.nodes), status.waiting, self.run_state.done())
+        with Batch(self.store) as batch:
+            done = self.run_state.ask_done(batch)
+            asked = rendezvous_batch.status(self.rendezvous, batch)
+        status = status or asked.value
+        return RoundProgress(self._members, list(status.nodes), status.waiting, done.value)
 
     def lost_nodes(self) -> set[str]:
         """Return the nodes whose loss explains failures of others: dead before they were done, or without relay."""
@@ -276,10 +320,15 @@ class NodeRun:
             message = f"no restart is used for the failure: lost {', '.join(gone)} in the same round"
             self._events.say("refund", message, nodes=gone)
 
-    def end_run(self, result: str, reason: str) -> None:
-        """Close the run for all nodes; the first result counts."""
-        self.rendezvous.close(result, reason)
-        self.run_state.notify()
+    def end_run(self, result: str, reason: str, failure: Failure | None = None) -> str:
+        """Close the run for all nodes, with the failure that ended it; return its result: the first one counts."""
+        with Batch(self.store) as batch:
+            if failure is not None:
+                self.run_state.fail(batch, failure)
+            rendezvous_batch.close(self.rendezvous, batch, result, reason)
+            self.run_state.notify(batch)
+            status = rendezvous_batch.status(self.rendezvous, batch)
+        return status.value.result or result
 
     def _leave(self, at: StoreProvider) -> None:
         """Leave the run; give up after LEAVE_S if the server does not answer."""
@@ -288,28 +337,39 @@ class NodeRun:
         given_up.daemon = True
         given_up.start()
         with contextlib.suppress(RallypointError):
-            self.run_state.leave()
-            last = self.rendezvous.leave(failed=self.failed, done=self.done)
-            self._liveness.leave()
-            if self.failed:
-                self.run_state.notify()
+            with Batch(self.store) as batch:
+                left = self._ask_to_leave(batch)
+                if self.failed:
+                    self.run_state.notify(batch)
             close_if_preempted(self.rendezvous, self.run_state, self._wakeup.preempted, self._round is not None)
-            if last and self._round is not None:
+            if left is not None and left.value == 0 and self._round is not None:
                 at.close_round(self._job.run_id, self._round.scope, LEAVE_S)
-                self.run_state.clear()
+                with Batch(self.store) as batch:
+                    rendezvous_batch.drop_round(self.rendezvous, batch, self._round.scope)
+                    self.run_state.clear(batch)
         given_up.cancel()
 
     def leave_round(self) -> None:
         """Leave the round, as a lost node does; this node may join again."""
         self._suspects = set()
-        self.run_state.leave()
-        self.rendezvous.leave()
-        self._liveness.leave()
+        with Batch(self.store) as batch:
+            left = self._ask_to_leave(batch)
+        if left is not None and left.value == 0 and self._round is not None:
+            with Batch(self.store) as batch:
+                rendezvous_batch.drop_round(self.rendezvous, batch, self._round.scope)
+
+    def _ask_to_leave(self, batch: Batch) -> Answer[int] | None:
+        """Ask to leave the round; the answer is how many nodes are left, or None if this one is not in it."""
+        self.run_state.leave(batch)
+        left = rendezvous_batch.leave(self.rendezvous, batch, self.failed, self.done)
+        self._liveness.leave(batch)
+        return left
 
     def _waiting_reason(self) -> str:
         status = self.rendezvous.status()
         return "this node is a spare" if status.phase == "formed" else status.reason
 
     def _report_wait(self, waiting: Waiting) -> None:
+        self._opened()
         self.monitor.reporter.state("waiting", waiting.reason)
         self._events.waits(f"this node has waited {waiting.waited_s:.0f} s: {waiting.reason}")

@@ -16,7 +16,6 @@ from rallypoint.launch.node_run import FAILED, SUCCEEDED, NodeRun
 from rallypoint.launch.round_spec import RoundSpec
 from rallypoint.launch.run_state import RunState
 from rallypoint.launch.workers.worker_group import WorkerGroup
-from rallypoint.recipes.rendezvous import Rendezvous
 from rallypoint.server.settings import DEFAULT_GRACE_S
 
 __all__ = ["REJOIN", "RoundEnd", "RoundResult"]
@@ -66,11 +65,9 @@ class RoundResult:
         """Announce that this node is done, and close the run if all nodes are."""
         reason = "the workers of all nodes have succeeded"
         self.done_by = self.done_by or Deadline(self._job.exit_timeout_s)
-        self._run.finish()
-        if not self._run.progress().all_done:
+        if not self._run.finish():
             return None
-        self._run.end_run(SUCCEEDED, reason)
-        return RoundEnd(self._rendezvous.status().result or SUCCEEDED, f"the run has succeeded: {reason}")
+        return RoundEnd(self._run.end_run(SUCCEEDED, reason), f"the run has succeeded: {reason}")
 
     def fail(self, reason: str) -> RoundEnd:
         """Fail the run; if a lost node or this node's health explains the failure, join the next round instead."""
@@ -99,8 +96,7 @@ class RoundResult:
         return end
 
     def _close_failed(self, first: Failure, reason: str) -> RoundEnd:
-        self._run_state.fail(first)
-        self._run.end_run(FAILED, reason)
+        self._run.end_run(FAILED, reason, first)
         return RoundEnd(FAILED, f"the run has failed: {reason}")
 
     def resume(self) -> RoundEnd | None:
@@ -119,7 +115,3 @@ class RoundResult:
     @property
     def _run_state(self) -> RunState:
         return self._run.run_state
-
-    @property
-    def _rendezvous(self) -> Rendezvous:
-        return self._run.rendezvous

@@ -22,15 +22,15 @@ failure, so a late agent would still be wrong, and the other agents have acted o
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from rallypoint.deadline import Deadline
-from rallypoint.launch.changes import changes_of
+from rallypoint.launch.changes import Listener
 from rallypoint.launch.failures import Failure
 from rallypoint.recipes.join_args import quoted
-from rallypoint.store.base import Lease, Store, Watch
+from rallypoint.store.base import Change, Lease, Store
+from rallypoint.store.batch import Answer, Batch
 
 __all__ = ["RunState"]
 
@@ -54,35 +54,48 @@ class RunState:
         self.notified = False
         """Whether there was a notification; the reader resets it before it checks."""
 
-        self._watch("news")
+        self._news = self._listen("news")
 
-    def enter_round(self, store: Any, node: str) -> None:
+    def confirm(self) -> None:
+        """Wait until notifications reach this agent; raise an error if they never will."""
+        self._news.confirm()
+
+    def enter_round(self, batch: Batch, store: Any, node: str) -> None:
         """Switch to the store of a round, in which this node is called `node`."""
         self._round, self._claim_by = store, None
-        self._presence = self._store.lease(f"{self._run}agent:{node}", "")
+        batch.lease(self._store, f"{self._run}agent:{node}", "").then(self._entered)
+
+    def _entered(self, presence: Lease) -> None:
+        self._presence = presence
 
     @property
     def round_store(self) -> Any:
         """The store of the round; its keys go with the round."""
         return self._round
 
-    def leave(self) -> None:
+    def leave(self, batch: Batch) -> None:
         """Release the lease of this agent: it has left."""
         if self._presence is not None:
-            self._presence.release()
+            batch.release(self._presence)
 
-    def dead_among(self, nodes: Iterable[str]) -> list[str]:
+    def dead_among(self, nodes: Collection[str]) -> list[str]:
         """Return the nodes whose agents have died or left."""
-        return sorted(node for node in nodes if not self._store.check([f"{self._run}agent:{node}"]))
+        with Batch(self._store) as batch:
+            alive = {node: batch.check(self._store, [f"{self._run}agent:{node}"]) for node in nodes}
+        return sorted(node for node in nodes if not alive[node].value)
 
     def watch_agents(self) -> None:
         """Notify this agent now, and whenever an agent leaves; the rendezvous reports the end of a round only once."""
-        self._watch("agent:")
+        self._listen("agent:").confirm()
         self.notified = True
 
-    def notify(self) -> None:
-        """Notify all agents."""
-        self._store.add(f"{self._run}news", 1)
+    def notify(self, batch: Batch | None = None) -> None:
+        """Notify all agents, at once or with a batch."""
+        if batch is None:
+            with Batch(self._store) as batch:
+                self.notify(batch)
+        else:
+            batch.add(self._store, f"{self._run}news", 1)
 
     # Restarts and failures
 
@@ -102,6 +115,13 @@ class RunState:
                 break
             found = swap.value
         return self._count(0)
+
+    def count_restarts(self, batch: Batch) -> None:
+        """Read the number of restarts that the job has used with a batch; then `used` has it."""
+        batch.add(self._store, f"{self._run}restarts", 0).then(self._counted)
+
+    def _counted(self, used: int) -> None:
+        self.used = used
 
     def _count(self, more: int) -> int:
         self.used = self._store.add(f"{self._run}restarts", more)
@@ -144,9 +164,9 @@ class RunState:
         won: bool = self._round.compare_set("hang", "", node) == node.encode()
         return won or self._claim_by.expired()
 
-    def fail(self, failure: Failure) -> None:
+    def fail(self, batch: Batch, failure: Failure) -> None:
         """Record the failure that ended the run, unless there is one already."""
-        self._store.compare_set(f"{self._run}failure", "", failure.encode())
+        batch.compare_set(self._store, f"{self._run}failure", "", failure.encode())
 
     def failure(self) -> Failure | None:
         """Return the failure that ended the run, or None."""
@@ -155,28 +175,31 @@ class RunState:
 
     # Success
 
-    def finish(self, node: str) -> None:
-        """Record that the workers of a node have succeeded."""
-        self._round.set(f"done:{node}", "")
+    def finish(self, batch: Batch, node: str) -> Answer[list[str]]:
+        """Record that the workers of a node have succeeded; the answer is the nodes whose workers have."""
+        batch.set(self._round, f"done:{node}", "")
+        return self.ask_done(batch)
+
+    def ask_done(self, batch: Batch) -> Answer[list[str]]:
+        """Ask for the nodes whose workers have succeeded."""
+        return batch.list_keys(self._round, "done:")
 
     def done(self) -> list[str]:
         """Return the nodes whose workers have succeeded."""
-        return [key.removeprefix("done:") for key in self._round.list_keys() if key.startswith("done:")]
+        with Batch(self._store) as batch:
+            done = self.ask_done(batch)
+        return done.value
 
-    def clear(self) -> None:
+    def clear(self, batch: Batch) -> None:
         """Delete all keys of the run; for the last agent to leave."""
-        self._store.delete_prefix(self._run)
+        batch.delete_prefix(self._store, self._run)
 
-    def _watch(self, what: str) -> None:
-        watch = self._store.watch(f"{self._run}{what}")
-        threading.Thread(
-            target=self._forward_notifications, args=(watch,), name=f"{what} of a run", daemon=True
-        ).start()
+    def _listen(self, what: str) -> Listener:
+        return Listener(self._store, f"{self._run}{what}", self._notified, f"{what} of a run")
 
-    def _forward_notifications(self, watch: Watch) -> None:
-        for _ in changes_of(watch):
-            self.notified = True
-            self._on_notify()
+    def _notified(self, _: Change) -> None:
+        self.notified = True
+        self._on_notify()
 
 
 def _progress(text: bytes) -> tuple[int | None, int]:

@@ -259,8 +259,9 @@ class Rendezvous(Recipe):
         A node that is `done` does not end the round for the others. If it `failed` (the reason), and fewer nodes than
         the minimum are left, the run is closed as failed.
         """
-        left, scope = self._leave(None, failed, done), None if self._round is None else self._round.scope
-        self._call, self._round = 0, None
+        scope = None if self._round is None else self._round.scope
+        left = self._leave(None, failed, done)
+        self._forget_round()
         last = left is not None and left.value == 0
         if last and scope is not None:
             self._drop(scope)
@@ -271,6 +272,9 @@ class Rendezvous(Recipe):
         self._stop_watching(batch)
         command = rendezvous.RendezvousLeave(self._call, join_args.shortened(failed, "failed"), done)
         return self._object.ask(batch, self.node, command) if self._call else None
+
+    def _forget_round(self) -> None:
+        self._call, self._round = 0, None
 
     def evict(self, node: str, scope: int, reason: str) -> None:
         """Remove another node, which does not respond, from the round of that scope, if it is still in it."""

@@ -15,9 +15,9 @@ from rallypoint.store.batch import Answer, Batch
 __all__ = ["begin_anew", "close", "drop_round", "join", "leave", "status"]
 
 
-def begin_anew(rendezvous: Rendezvous, batch: Batch) -> None:
+def begin_anew(rendezvous: Rendezvous, batch: Batch) -> Answer[bool]:
     """Start a new run if the last one is closed and all nodes have left it; before the first join."""
-    rendezvous._object.ask(batch, rendezvous.node, machine.RendezvousReopen(if_left=True))
+    return rendezvous._object.ask(batch, rendezvous.node, machine.RendezvousReopen(if_left=True))
 
 
 def join(rendezvous: Rendezvous, batch: Batch, timeout: Timeout) -> Round:
@@ -41,7 +41,10 @@ def close(rendezvous: Rendezvous, batch: Batch, result: str, reason: str) -> Non
 
 def leave(rendezvous: Rendezvous, batch: Batch, failed: str, done: bool) -> Answer[int] | None:
     """Leave the round; the answer is how many nodes are left. None if this node had not joined."""
-    return rendezvous._leave(batch, failed, done)
+    left = rendezvous._leave(batch, failed, done)
+    if left is not None:
+        left.then(lambda _: rendezvous._forget_round())
+    return left
 
 
 def drop_round(rendezvous: Rendezvous, batch: Batch, scope: int) -> None:

@@ -105,13 +105,18 @@ class Batch:
         """Add to a counter."""
         return self.request(ops.Add(0, store._name(key), whole_amount(key, amount)), int)
 
+    def compare_set(self, store: Store, key: str, expected: str | bytes, desired: str | bytes) -> Answer[bytes]:
+        """Write if the value equals the expected one."""
+        values = store._value(key, expected), store._value(key, desired)
+        return self.request(ops.CompareSet(0, store._name(key), *values), bytes)
+
     def check(self, store: Store, keys: Sequence[str]) -> Answer[bool]:
         """Ask whether all of the keys exist."""
         return self.request(ops.Check(0, store._names(keys)), bool)
 
-    def list_keys(self, store: Store) -> Answer[list[str]]:
-        """List the keys of a view."""
-        prefix = store._prefix
+    def list_keys(self, store: Store, start: str = "") -> Answer[list[str]]:
+        """List the keys of a view that begin with `start`, without it."""
+        prefix = store._name(start)
         return self.request(ops.List(0, prefix), lambda names: [name[len(prefix) :].decode() for name in names])
 
     def delete_prefix(self, store: Store, prefix: str) -> Answer[int]:

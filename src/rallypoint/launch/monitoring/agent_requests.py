@@ -15,6 +15,7 @@ import contextlib
 import secrets
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -23,9 +24,9 @@ from msgspec import Meta
 from rallypoint.core.stacks import RankStack
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError, StoreTimeout
-from rallypoint.launch.changes import changes_of
+from rallypoint.launch.changes import Listener
 from rallypoint.recipes.join_args import quoted
-from rallypoint.store.base import Store, Watch
+from rallypoint.store.base import Change, Store
 from rallypoint.store.prefix import with_prefix
 
 __all__ = [
@@ -97,15 +98,12 @@ class RequestListener:
             return
         self._store = store
         with contextlib.suppress(RallypointError):
-            watch = store.watch(f"{self._run}/ask:")
-            thread = threading.Thread(target=self._listen, args=(store, watch), name="requests to agents", daemon=True)
-            thread.start()
+            Listener(store, f"{self._run}/ask:", partial(self._changed, store), "requests to agents")
 
-    def _listen(self, store: Store, watch: Watch) -> None:
-        for change in changes_of(watch):
-            if change.value is not None:
-                with contextlib.suppress(RallypointError):  # the answer does not reach the store; the next one may
-                    self._receive(store, change.key.rpartition(":")[2], change.value)
+    def _changed(self, store: Store, change: Change) -> None:
+        if change.value is not None:
+            with contextlib.suppress(RallypointError):  # the answer does not reach the store; the next one may
+                self._receive(store, change.key.rpartition(":")[2], change.value)
 
     def _receive(self, store: Store, number: str, data: bytes) -> None:
         try:

@@ -39,6 +39,7 @@ class NodeRelay:
         self._on_end = on_end
         self._port: RoundPort | None = None
         self._closed = threading.Event()
+        self._closing: list[threading.Thread] = []
         self._started: Future[Relay] = Future()
         threading.Thread(target=self._run, name=f"relay of {self._store.label}", daemon=True).start()
 
@@ -83,10 +84,17 @@ class NodeRelay:
             with contextlib.suppress(NetworkError, MeetingError):  # it closes with the relay
                 round_port.close_round(self._requests, run, timeout_s, before.scope, again=False)
 
-    def close_round(self, run: str, scope: int | None, timeout_s: float) -> None:
-        """Close a round on the relay and on the server."""
+    def close_round(self, run: str, scope: int | None, timeout_s: float) -> threading.Thread:
+        """Close a round on the relay and on the server, in the thread that is returned; `close` waits for it."""
         self._release_port()
-        round_port.close_round(self._requests, run, timeout_s, scope)
+        thread = threading.Thread(target=self._close_round, args=(run, scope, timeout_s), name="end of a round")
+        self._closing.append(thread)
+        thread.start()
+        return thread
+
+    def _close_round(self, run: str, scope: int | None, timeout_s: float) -> None:
+        with contextlib.suppress(NetworkError, MeetingError):  # it closes with the relay
+            round_port.close_round(self._requests, run, timeout_s, scope)
 
     def lost(self) -> str:
         """Return why the port of this round is lost, the death of the relay; empty if it is not lost."""
@@ -94,8 +102,10 @@ class NodeRelay:
         return f"its relay (pid {port.pid}) has died" if port is not None and port.lost else ""
 
     def close(self) -> None:
-        """End the relay, also while it starts."""
+        """End the relay, also while it starts, once it has closed what it was told to."""
         self._closed.set()
+        for thread in self._closing:
+            thread.join()
         self._release_port()
         if self._started.exception() is None:
             self._started.result().close()

@@ -127,7 +127,7 @@ class StoreProvider:
         return place
 
     def close_round(self, run: str, scope: int, timeout_s: float) -> None:
-        """Close the store of a round that no worker uses any more."""
+        """Begin to close the store of a round that no worker uses any more; `close` waits for the end of that."""
         self._relay.close_round(run, scope, timeout_s)
 
     def failure_reason(self, failed: bool = False) -> str:
