@@ -18,11 +18,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from benchmarks.delay_line import LOOPBACK, DelayLine
 from benchmarks.rig import CORES, pin, say, team
 from benchmarks.table import Line, Target
 from rallypoint import Server
 from rallypoint.security.credentials import Credentials
+from rallypoint.testing import CuttingProxy
 
 TITLE = "Round trips of a job, over a line of 50 ms in each direction"
 NOTES = (
@@ -32,6 +32,7 @@ NOTES = (
     "first act and ends. *Job ended* is from the command until the last agent has ended. A connection that TCP itself "
     "has to make costs a further trip on a real line, once. *Before* is the checkout that RALLYPOINT_BEFORE names."
 )
+LOOPBACK = "127.0.0.1"
 DELAY_S = 0.05
 LIMIT_S = 60.0
 SCRIPT = """
@@ -70,6 +71,18 @@ CASES = (
     Case("--store and a token, one node", "--store=tcp://{address}", token=TOKEN),
     Case("--store, two nodes", "--store=tcp://{address}", nodes=2),
 )
+
+
+class SlowLine:
+    """A proxy in front of a port; each byte takes `delay_s` in either direction, and connecting takes no time."""
+
+    def __init__(self, target: int, delay_s: float) -> None:
+        self._proxy = CuttingProxy(target)
+        self._proxy.delay(delay_s)
+
+    def port(self) -> int:
+        """Return the port on which it listens."""
+        return self._proxy.port
 
 
 class Took(NamedTuple):
@@ -117,8 +130,8 @@ def _lines_to_server(token: str) -> Iterator[Sequence[int]]:
     """Run a server, and two lines to it in a process of their own; yield their ports, without delay and with it."""
     with (
         Server(credentials=Credentials(token=token)) as server,
-        team(1, DelayLine, server.port, 0.0) as near,
-        team(1, DelayLine, server.port, DELAY_S) as far,
+        team(1, SlowLine, server.port, 0.0) as near,
+        team(1, SlowLine, server.port, DELAY_S) as far,
     ):
         yield [near.ask("port")[0], far.ask("port")[0]]
 

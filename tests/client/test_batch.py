@@ -112,7 +112,7 @@ def test_an_error_in_the_block_sends_nothing(store: rallypoint.Store) -> None:
 def test_a_cut_repeats_and_loses_no_request(way: str, after: int, server: rallypoint.Server) -> None:
     with CuttingProxy(server.port) as cutter, connect(cutter.port) as store, connect(server.port) as plain:
         plain.delete_prefix("")
-        cutter.arm(way, after)
+        cutter.cut_after(way, after)
         batch = Batch(store)
         first = batch.add(store, "n", 1)
         watching = batch.watch(store, "n")

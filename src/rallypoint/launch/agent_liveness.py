@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 
-from rallypoint.launch.changes import Listener
+from rallypoint.launch.changes import ChangeListener
 from rallypoint.recipes.join_args import quoted
 from rallypoint.store.base import Change, Lease, Store
 from rallypoint.store.batch import Batch
@@ -35,7 +35,7 @@ class AgentLiveness:
         self._timeout_s = timeout_s
         self._wake = wake
         self._lease: Lease | None = None
-        self._listener: Listener | None = None
+        self._listener: ChangeListener | None = None
         self._others: frozenset[str] = frozenset()
         self.silent: deque[str] = deque()
         """Nodes whose lease has ended."""
@@ -52,7 +52,7 @@ class AgentLiveness:
             return
         if rank < WATCHERS:
             self._others = others = frozenset(members).difference([members[rank]])
-            self._listener = Listener(store, self._prefix, partial(self._changed, others), "liveness of agents")
+            self._listener = ChangeListener(store, self._prefix, partial(self._changed, others), "liveness of agents")
         batch.lease(store, f"{self._prefix}{members[rank]}", "", self._timeout_s).then(self._entered)
 
     def _entered(self, lease: Lease) -> None:

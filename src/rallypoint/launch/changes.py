@@ -1,7 +1,7 @@
 """The changes that a thread of the agent listens to, for as long as the session lasts.
 
-The request is sent when a `Listener` is made, and its thread waits for the reply. So the agent goes on with requests of
-its own, which the server handles after it: a change that one of them causes is not missed.
+The request is sent when a `ChangeListener` is made, and its thread waits for the reply. So the agent goes on with
+requests of its own, which the server handles after it: a change that one of them causes is not missed.
 
 Rejected: `for change in watch`. It raises StoreTimeout when nothing has changed for a while, and NoQuorum while etcd
 has no majority. A thread that ended there would be missed at the next failure: this agent would not notice it.
@@ -18,10 +18,10 @@ from rallypoint.errors import NoQuorum, RallypointError, StoreTimeout
 from rallypoint.store.base import Change, Store, Watch
 from rallypoint.store.batch import Batch
 
-__all__ = ["Listener", "changes_of"]
+__all__ = ["ChangeListener", "changes_of"]
 
 
-class Listener:
+class ChangeListener:
     """A thread that passes the changes of keys that start with a prefix to `handle`."""
 
     def __init__(self, store: Store, prefix: str, handle: Callable[[Change], object], name: str) -> None:

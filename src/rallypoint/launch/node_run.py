@@ -338,7 +338,7 @@ class NodeRun:
         given_up.start()
         with contextlib.suppress(RallypointError):
             with Batch(self.store) as batch:
-                left = self._ask_to_leave(batch)
+                left = self._ask_to_leave(batch, self.failed, self.done)
                 if self.failed:
                     self.run_state.notify(batch)
             close_if_preempted(self.rendezvous, self.run_state, self._wakeup.preempted, self._round is not None)
@@ -358,10 +358,10 @@ class NodeRun:
             with Batch(self.store) as batch:
                 rendezvous_batch.drop_round(self.rendezvous, batch, self._round.scope)
 
-    def _ask_to_leave(self, batch: Batch) -> Answer[int] | None:
+    def _ask_to_leave(self, batch: Batch, failed: str = "", done: bool = False) -> Answer[int] | None:
         """Ask to leave the round; the answer is how many nodes are left, or None if this one is not in it."""
         self.run_state.leave(batch)
-        left = rendezvous_batch.leave(self.rendezvous, batch, self.failed, self.done)
+        left = rendezvous_batch.leave(self.rendezvous, batch, failed, done)
         self._liveness.leave(batch)
         return left
 

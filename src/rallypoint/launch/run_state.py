@@ -26,7 +26,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from rallypoint.deadline import Deadline
-from rallypoint.launch.changes import Listener
+from rallypoint.launch.changes import ChangeListener
 from rallypoint.launch.failures import Failure
 from rallypoint.recipes.join_args import quoted
 from rallypoint.store.base import Change, Lease, Store
@@ -194,8 +194,8 @@ class RunState:
         """Delete all keys of the run; for the last agent to leave."""
         batch.delete_prefix(self._store, self._run)
 
-    def _listen(self, what: str) -> Listener:
-        return Listener(self._store, f"{self._run}{what}", self._notified, f"{what} of a run")
+    def _listen(self, what: str) -> ChangeListener:
+        return ChangeListener(self._store, f"{self._run}{what}", self._notified, f"{what} of a run")
 
     def _notified(self, _: Change) -> None:
         self.notified = True

@@ -24,7 +24,7 @@ from msgspec import Meta
 from rallypoint.core.stacks import RankStack
 from rallypoint.deadline import Deadline
 from rallypoint.errors import RallypointError, StoreTimeout
-from rallypoint.launch.changes import Listener
+from rallypoint.launch.changes import ChangeListener
 from rallypoint.recipes.join_args import quoted
 from rallypoint.store.base import Change, Store
 from rallypoint.store.prefix import with_prefix
@@ -98,7 +98,7 @@ class RequestListener:
             return
         self._store = store
         with contextlib.suppress(RallypointError):
-            Listener(store, f"{self._run}/ask:", partial(self._changed, store), "requests to agents")
+            ChangeListener(store, f"{self._run}/ask:", partial(self._changed, store), "requests to agents")
 
     def _changed(self, store: Store, change: Change) -> None:
         if change.value is not None:
