@@ -18,7 +18,7 @@ from concurrent.futures import Future
 
 from rallypoint import net
 from rallypoint.client.routing.route import MAX_ADDRESSES, read_server
-from rallypoint.errors import MeetingError, NetworkError
+from rallypoint.errors import MeetingError, NetworkError, RallypointError
 from rallypoint.launch.stores import liveness_probe, round_port
 from rallypoint.launch.stores.liveness_probe import LivenessProbe
 from rallypoint.launch.stores.round_port import RelayRequests, RoundPort
@@ -93,7 +93,7 @@ class NodeRelay:
         return thread
 
     def _close_round(self, run: str, scope: int | None, timeout_s: float) -> None:
-        with contextlib.suppress(NetworkError, MeetingError):  # it closes with the relay
+        with contextlib.suppress(RallypointError):  # it closes with the relay
             round_port.close_round(self._requests, run, timeout_s, scope)
 
     def lost(self) -> str:
