@@ -22,7 +22,7 @@ LINT  := $(BIN)/ruff check . || failed="$$failed ruff-check"; \
 CLOSE  = cat .venv/missing.txt; [ -z "$$failed" ] || { echo "make $@: FAILED:$$failed"; exit 1; }
 
 .DEFAULT_GOAL := help
-.PHONY: help run test quick matrix soak bench docs lint clean
+.PHONY: help run test quick matrix soak bench docs frameworks lint clean
 
 help: ## say what the targets do
 	@echo "make TARGET [PYTHON=python3] [ARGS='…']"
@@ -60,11 +60,17 @@ docs: ## build the site into dist/site, without network (ARGS go to mkdocs build
 	@$(SETUP) --need all docs
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build $(ARGS)
 
+frameworks: ## kill workers of accelerate, Lightning, transformers, DeepSpeed, JAX and torchft; writes docs/frameworks.md
+	@$(SETUP) --need all dev --want pyspy --label "NOT TESTED"
+	@$(PYTHON) tools/frameworks.py
+	@failed=; $(BIN)/python -m pytest -v --timeout 2000 frameworks $(ARGS) || failed=" pytest"; \
+	$(CLOSE)
+
 lint: ## ruff and mypy only
 	@$(SETUP) --need all dev
 	@failed=; $(LINT); \
 	$(CLOSE)
 
 clean: ## remove .venv, caches and built files
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
+	rm -rf .venv .venv-frameworks .pytest_cache .mypy_cache .ruff_cache .hypothesis dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from frameworks import cases, table
 
 import rallypoint
 
@@ -86,6 +87,14 @@ def test_links_and_make_targets_exist(page: str) -> None:
         assert (ROOT / target).exists(), f"{page} links to {target}"
     for command in re.findall(r"`make (\w+)", text):
         assert re.search(rf"^{command}:", (ROOT / "Makefile").read_text(), re.M), f"{page} mentions make {command}"
+
+
+def test_the_table_of_frameworks_is_that_of_the_last_results() -> None:
+    """`make frameworks` writes both; what it installs has the versions that the table names."""
+    results = table.read()
+    assert table.shown() == table.render(results)
+    pinned = {name: version for name, version in cases.pins().items() if name != "torch"}
+    assert {name: row["version"] for name, row in results.items()} == pinned
 
 
 def test_every_example_is_listed() -> None:
