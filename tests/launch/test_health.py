@@ -104,13 +104,21 @@ def test_a_signal_ends_the_agent_at_once(place: Place, cools_down: bool, name: s
     check = "echo $$ > pid; mv pid there; " + ("exit 3" if cools_down else "exec sleep 1000")
     node = place.run("--health-check", check, "--health-timeout=900", "--health-cooldown=900", place.script(STAY))
     if cools_down:
-        node.until(r"this node is out of the run, and is checked again in (600|59\d\.\d) s")
+        node.until("this node is out of the run, and is checked again in")
     else:
         until((place.where / "there").exists, bool)
     node.signal(name)
     assert node.end() == code and not node.out
     what = "health check failed: exit code 3" if cools_down else "checking the health of this node, before it joins"
     assert f"{name} while {what}" in node.err
+    gone(int((place.where / "there").read_text()))
+
+
+def test_a_check_ends_with_its_agent(place: Place) -> None:
+    check = "setsid sleep 1000 & echo $! > pid; mv pid there; wait"
+    node = place.run("--health-check", check, place.script(STAY))
+    until((place.where / "there").exists, bool)
+    node.child.kill()
     gone(int((place.where / "there").read_text()))
 
 
@@ -122,7 +130,9 @@ def test_a_check_gets_the_variables_of_the_workers_and_the_name_of_its_node(plac
     node.until("health check failed: exit code 3: 80 n0 job; this node")
 
 
-@pytest.mark.parametrize("words", [["--health-check=true", "--health-timeout=0"], ["--health-cooldown=soon"]])
+@pytest.mark.parametrize(
+    "words", [["--health-check=true", "--health-timeout=0"], ["--health-cooldown=soon"], ["--health-cooldown=0"]]
+)
 def test_wrong_options_are_usage_errors(place: Place, words: list[str]) -> None:
     node = place.run(*words, place.script(STAY))
     assert node.end() == 2 and re.search("health[-_](timeout|cooldown)", node.err)
@@ -217,6 +227,22 @@ def test_a_failure_without_a_restart_left_does_not_end_the_run_of_an_unhealthy_n
     assert "FAILED FIRST" in b.err
 
 
+def test_a_spare_steps_in_although_no_restart_is_left(place: Place) -> None:
+    words = ["--health-check", WELL, "--health-cooldown=900", LONG_CALL, place.script(STAY)]
+    a, b = (place.node(name, *words, nodes="1:2") for name in "ab")
+    up_with(a, 2)
+    rank, victim = up_with(b, 2)
+    c = place.node("c", *words, nodes="1:2")
+    until(status_of(place).status, lambda status: status.spares == ("c",))
+    fail(place, "b")
+    kill(victim)
+    assert up_with(c, 2)[0] == rank
+    up_with(a, 2, times=2)
+    assert "restart budget exhausted" not in a.err + c.err and "this node leaves the round" in b.err
+    finish(a, c)
+    assert b.end() == 0, "it took part in a run that succeeded"
+
+
 @pytest.mark.parametrize("policy", ["node", "worker"])
 def test_where_workers_restart_alone_a_failed_check_takes_the_node_out(place: Place, policy: str) -> None:
     words = ["--nproc-per-node=2", "--restart", policy, "--max-restarts=9", "--health-check", WELL, *BRIEF, AT_ONCE]
@@ -269,6 +295,20 @@ def test_a_node_that_is_out_when_the_run_ends_has_its_result(place: Place) -> No
     up_with(a, 1)
     finish(a)
     assert b.end() == 0 and not b.out, b.text()
+
+
+def test_a_node_that_has_not_seen_the_run_open_has_no_part_in_its_result(place: Place) -> None:
+    script = place.script("on('SIGTERM', lambda: say('asked to end'))\nstay()")
+    words = ["--health-check", WELL, AT_ONCE, "--grace=600", script]
+    a = place.node("a", *words, nodes="1:2")
+    _, worker = up_with(a, 1)
+    with rallypoint.TCPStore("localhost", place.port, timeout=AMPLE_S) as store:
+        Rendezvous(store, "job", 1, 2, node="closer").close("succeeded", "somebody says so")
+    a.until("asked to end")
+    b = place.node("b", *words, nodes="1:2")
+    assert b.end() == 1 and "No worker was started here" in b.err, b.text()
+    kill(worker)
+    assert a.end() == 0
 
 
 def test_a_node_that_is_out_comes_back_after_a_restart_of_the_server(place: Place) -> None:

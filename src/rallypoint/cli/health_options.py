@@ -17,6 +17,9 @@ __all__ = ["health_group", "health_rules"]
 PREFIX = "RALLYPOINT_HEALTH"
 """The variables of these options, which a machine's image can set, begin with this."""
 
+LEAST_COOLDOWN_S = 0.1
+"""A shorter one would start checks without end."""
+
 
 def health_group() -> OptionGroup:
     """Return the options."""
@@ -42,6 +45,8 @@ def health_rules(options: RunOptions) -> HealthRules:
     """Return the rules in these options; raise UsageError if they make no sense."""
     if options.health_check and not options.health_timeout:
         raise click.UsageError("--health-timeout must be more than 0: every check would fail")
+    if options.health_cooldown < LEAST_COOLDOWN_S:
+        raise click.UsageError(f"--health-cooldown must be at least {LEAST_COOLDOWN_S:g} s")
     return HealthRules(
         command=options.health_check or "", timeout_s=options.health_timeout, cooldown_s=options.health_cooldown
     )

@@ -190,7 +190,8 @@ class RoundLoop:
         self._run.monitor.reporter.failed(self.failures.last)
         of_all = self._job.rules.restart == "group"
         used = self._run.monitor.reporter.restarts = self._run_state.charge(self.failures.last, of_all)
-        self._health.charged = self._run_state.charged
+        if self._run_state.charged:
+            self._health.restart_used()
         counts = self._job.rules.no_progress_limit and self._run_state.charged
         stalled = self._run_state.count_stalled(self._run.monitor.highest_step()) if counts else 0
         return self._policy.exited(end, used, stalled)

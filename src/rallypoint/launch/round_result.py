@@ -79,11 +79,12 @@ class RoundResult:
             self._run_state.set_cause(own)
             self._run_state.notify()
             self._stop()
+            self._health.begin()
             self._pause(known.remaining())
             lost = self._run.lost_nodes()
             if lost:
                 if self._run_state.cause() == own:
-                    self._run_state.refund()
+                    self._refund()
                 self._failing = ""
                 self._events.say("rejoin", self._policy.retract_failure(", ".join(sorted(lost))).reason)
                 return REJOIN
@@ -106,11 +107,15 @@ class RoundResult:
         own = self._failures.last
         if own.pid and own.code not in self._job.rules.final_codes:  # the outage may have caused it
             if self._run_state.restarts() > self._job.rules.budget:
-                self._run_state.refund()
+                self._refund()
             self._events.say("refund", f"{own.summary()}; possibly caused by the lost connection; no restart is used")
             self._failing = ""
             return None
         return self._close_failed(own, self._failing)
+
+    def _refund(self) -> None:
+        self._run_state.refund()
+        self._health.restart_returned()
 
     @property
     def _run_state(self) -> RunState:

@@ -43,8 +43,14 @@ from rallypoint.launch.workers.worker_process import WorkerProcess
 
 __all__ = ["HealthGate"]
 
-LOOK_S, LOOK_CHECKING_S = 5.0, 1.0
+LOOK_S, SPARE_S = 5.0, 1.0
 """How often a node that is held looks at the run, besides when it is notified: whether it is over, or a spare waits."""
+
+LOOKS_PER_S = 100.0
+"""How often the nodes of a large run do so together."""
+
+REPORT_S = 10.0
+"""How often a check that takes long is reported."""
 
 CHECKING, UNHEALTHY = "checking", "unhealthy"
 """The states that a node reports."""
@@ -58,11 +64,10 @@ class HealthGate:
         self._events, self._wakeup = events, wakeup
         self._due = "before it joins" if self._rules.command else ""
         self._check: HealthCheck | None = None
-        self._has_run = self._has_place = False
-        self.charged = False
-        """Whether the failure of this node's worker has used a restart, to be given back if the node is the cause."""
-
-        self._others = self._failed = 0
+        self._has_run = self._has_place = self._saw_run = False
+        self._others = self._failed = self._charges = 0
+        self._reported_s = 0.0
+        self._state_before = ("", "")
         self._blocked: WorkerProcess | None = None
         self._cooldown: Deadline | None = None
         self._give_up_by: Deadline | None = None
@@ -90,10 +95,19 @@ class HealthGate:
             if one.rank in ranks or not set(ranks).isdisjoint(one.hung):
                 self._due, self._has_place = f"after a failure: {one.summary()}", True
 
+    def restart_used(self) -> None:
+        """Note that a failure of this node's workers has used a restart, to be given back if this node is the cause."""
+        self._charges += bool(self._due)
+
+    def restart_returned(self) -> None:
+        """Note that it was given back for another cause."""
+        self._charges = 0
+
     def begin(self) -> None:
         """Start a check if one is due."""
         if not self._due or self._check is not None:
             return
+        self._reported_s, self._state_before = 0.0, self._run.monitor.reporter.current
         self._give_up_by = self._give_up_by or Deadline(self._job.join_timeout_s)
         again = "" if self._out_since is None else f" again, {self._failed} failed in a row"
         self._run.monitor.reporter.state(CHECKING, f"checking its health {self._due}{again}")
@@ -110,6 +124,7 @@ class HealthGate:
             return ""
         if result.passed:
             self._passed()
+            self._run.monitor.reporter.state(*self._state_before)
             return ""
         return f"the health check of this node failed: {result.reason}"
 
@@ -122,7 +137,7 @@ class HealthGate:
         try:
             while self._check is not None and self._check.result is None:
                 self._look()
-                self._wakeup.wait(LOOK_S)
+                self._wait_for_check(LOOK_S)
         except (Signalled, RunClosed):
             return False
         return bool(self.poll())
@@ -139,11 +154,11 @@ class HealthGate:
         name = self._events.node or f"{socket.gethostname()} (pid {os.getpid()})"
         self._run.monitor.attach(self._run.store, name)
         with self._events.status(lambda: self._run.held):
-            while self._cooldown is not None or not isinstance(self._decision(), JoinRound):
-                if self._cooldown is None:
-                    self._carry_out(self._decision())
-                else:
+            while self._cooldown is not None or not isinstance(decision := self._decision(), JoinRound):
+                if self._cooldown is not None:
                     self._stay_out(self._cooldown)
+                else:
+                    self._carry_out(decision)
         self._passed()
 
     def _decision(self) -> HealthDecision:
@@ -167,7 +182,7 @@ class HealthGate:
             self.begin()
         elif isinstance(decision, WaitForCheck):
             self._look()
-            self._wakeup.wait(LOOK_CHECKING_S if self._has_place else LOOK_S)
+            self._wait_for_check(SPARE_S if self._has_place else LOOK_S)
         elif isinstance(decision, LeaveRound):
             self._events.say("health-check", decision.reason)
             self._has_place = False
@@ -177,14 +192,22 @@ class HealthGate:
         elif isinstance(decision, GiveUp):
             raise self._error(decision)
 
+    def _wait_for_check(self, look_s: float) -> None:
+        """Wait until the check ends, or until it is time to look at the run again."""
+        self._wakeup.wait(max(look_s, self._job.max_nodes / LOOKS_PER_S))
+        running_s = self._check.running_s if self._check is not None else None
+        if running_s is not None and running_s >= self._reported_s + REPORT_S:
+            self._reported_s = running_s
+            self._events.waits(f"the health check of this node has been running for {running_s:.0f} s")
+
     def _look(self) -> None:
         """Look at the run; raise Signalled on a terminating signal, and RunClosed at the end of the run."""
         self._wakeup.interruptible(lambda: None, patience_s=0.0)
         status = self._run.rendezvous.status()
         if status.phase == "closed":
             result, _, reason = status.reason.partition(": ")
-            raise RunClosed(thing=f"run {self._job.run_id}", result=result, reason=reason, waited=True)
-        self._others = len(status.waiting)
+            raise RunClosed(thing=f"run {self._job.run_id}", result=result, reason=reason, waited=self._saw_run)
+        self._saw_run, self._others = True, len(status.waiting)
         if status.phase == "formed":  # as a spare, this node then waits without limit
             self._give_up_by = Deadline(self._job.join_timeout_s)
 
@@ -209,16 +232,17 @@ class HealthGate:
 
     def _stay_out(self, cooldown: Deadline) -> None:
         """Leave the round, give back the restart that it has cost, and wait until the cool-down is over."""
-        if self.charged:
-            self._run.run_state.refund()
-            self.charged = False
+        if self._charges:
             self._events.say("refund", "no restart is used for the failure: this node is unhealthy")
+        while self._charges:
+            self._run.run_state.refund()
+            self._charges -= 1
         if self._has_place:
             self._run.leave_round()
             self._has_place = False
         while not cooldown.expired():
             self._look()
-            self._wakeup.wait(min(LOOK_S, cooldown.remaining()))
+            self._wakeup.wait(min(max(LOOK_S, self._job.max_nodes / LOOKS_PER_S), cooldown.remaining()))
         self._cooldown = None
 
     def _passed(self) -> None:
@@ -228,7 +252,7 @@ class HealthGate:
             message = f"the health check passed, after it failed {often} in {out_s:.0f} s: this node joins again"
             self._events.say("healthy", message, failed=self._failed, out_s=round(out_s, 3))
         self.close()
-        self._due, self.charged, self._has_run, self._run.held = "", False, True, ""
+        self._due, self._charges, self._has_run, self._run.held = "", 0, True, ""
         self._give_up_by = self._out_since = None
         self._well_since = time.monotonic()
 

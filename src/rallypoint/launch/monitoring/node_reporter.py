@@ -86,6 +86,11 @@ class NodeReporter:
         self._state, self._reason = state, reason[:MAX_TEXT]
         self._changed.set()
 
+    @property
+    def current(self) -> tuple[str, str]:
+        """The state that is reported, and its reason."""
+        return self._state, self._reason
+
     def entered(self, number: int, nodes: int, reason: str) -> None:
         """Report a new round, with that number of nodes."""
         self._round, self._nodes, self.hung = number, nodes, {}

@@ -41,6 +41,7 @@ __all__ = ["FORWARDED", "HostsRun", "forwarded_variables", "parse_hosts"]
 FORWARDED = (
     "PET_*",
     "PYTHONPATH",
+    "RALLYPOINT_HEALTH_*",
     "RALLYPOINT_STORE",
     "RALLYPOINT_TOKEN",
     "RALLYPOINT_TOKEN_FILE",
