@@ -17,7 +17,7 @@ from tests.status.models import report
 
 import rallypoint
 from rallypoint.core.run_keys import quoted
-from rallypoint.core.run_report import FailureReport, RankReport
+from rallypoint.core.run_report import FailureReport, HealthReport, RankReport
 from rallypoint.store.base import Store
 
 pytestmark = pytest.mark.needs("browser")
@@ -93,6 +93,17 @@ def test_a_missing_member_a_failure_and_a_hung_rank_appear(
                 colors.append(window.run("return getComputedStyle(document.body).backgroundColor"))
             assert colors[0] != colors[1]
         window.wait_for("!document.body.innerText.includes('missing: omega')")
+
+
+def test_a_node_that_is_out_appears_with_the_reason_and_times_that_go_on(window: Browser, tmp_path: Path) -> None:
+    health = HealthReport(failed=2, out_s=70.0, next_check_s=3000.0)
+    reason = "health check failed 2 times in a row: exit code 3: <b>GPU 0</b> is lost"
+    with ServerProcess(tmp_path) as server, rallypoint.connect(server.url) as store:
+        store.lease("run:demo/node:node1", report("demo", "node1", state="unhealthy", reason=reason, health=health))
+        window.open(url_of(server))
+        window.wait_for_text("node1", "unhealthy", "out for 1 min 1", "checked again in 49 min 5", reason)
+        window.wait_for("document.querySelector('.until').textContent < '49 min 55 s'")
+        assert window.run("return document.querySelector('.badge.bad').textContent") == "unhealthy"
 
 
 def test_hostile_names_are_shown_escaped_and_nothing_runs(window: Browser, tmp_path: Path) -> None:
