@@ -44,7 +44,7 @@ quick: ## what answers within half a minute: lint, the pure core, histories, the
 	$(BIN)/python -m pytest -q -n 2 --dist worksteal $(QUICK) $(ARGS) || failed="$$failed pytest"; \
 	$(CLOSE)
 
-matrix: ## make quick's tests on every Python from 3.10 to 3.14 that is on this machine (ARGS go to pytest)
+matrix: ## make quick's tests on every Python from 3.10 to 3.14 that is on this machine, and with the oldest dependencies (ARGS go to pytest)
 	@$(PYTHON) tools/matrix.py $(QUICK) -- $(ARGS)
 
 soak: ## run the seeded tests with fresh seeds for HOURS (ARGS go to tools/soak.py)

@@ -185,10 +185,10 @@ def test_wait(store: rallypoint.Store, start: Any) -> None:
 def test_verbose_wait_reports_the_missing_keys(store: rallypoint.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(key_commands, "PROGRESS_S", 0.05)
     result = CliRunner().invoke(main, ["wait", "x", "y", "--timeout", "0.2", "--verbose"])
-    assert result.exit_code == 3 and "waiting: 2 of 2 keys are missing: x, y\n" in result.stderr
-    assert "timed out after 0.2 s" in result.stderr
+    assert result.exit_code == 3 and "waiting: 2 of 2 keys are missing: x, y\n" in result.output
+    assert "timed out after 0.2 s" in result.output
     result = CliRunner().invoke(main, ["wait", "x", "--timeout", "0.2"])
-    assert "waiting" not in result.stderr
+    assert "waiting" not in result.output
 
 
 def test_ls_and_del(store: rallypoint.Store) -> None:
@@ -323,7 +323,7 @@ def test_verbose_barrier_reports_the_missing_members(store: rallypoint.Store, mo
     monkeypatch.setattr(shared_object, "PROGRESS_S", 0.05)
     words = ["barrier", "b", "--members", "2", "--member", "1", "--timeout", "0.3"]
     result = CliRunner().invoke(main, [*words, "--verbose"])
-    assert result.exit_code == 3 and "waiting: 1 of 2 members are here; missing: 0\n" in result.stderr
+    assert result.exit_code == 3 and "waiting: 1 of 2 members are here; missing: 0\n" in result.output
     assert "waiting" not in CliRunner().invoke(main, words).stderr
 
 

@@ -30,6 +30,7 @@ from tests.packaging.manifests import (
 )
 from tests.raw_peer import AMPLE_S, http
 
+import rallypoint
 from rallypoint.cli import cluster_options, main
 from rallypoint.cli.run import DEFAULT_GRACE_S
 from rallypoint.launch.clusters.evidence import Facts
@@ -276,6 +277,13 @@ def test_the_page_installs_what_is_there() -> None:
         (command,) = re.findall(r"kubectl create secret(?:.*\\\n)*.*", comment)
         assert " ".join(command.split()) in " ".join(page.split())
     assert set(re.findall(r"deploy/kubernetes/[\w.-]+", page)) == {str(path.relative_to(ROOT)) for path in MANIFESTS}
+
+
+def test_the_image_has_the_version_of_the_package() -> None:
+    images = {container(name)["image"] for name in SERVERS}
+    assert images == {f"registry.example/rallypoint:{rallypoint.__version__}"}
+    page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
+    assert set(re.findall(r"registry\.example/rallypoint:[\w.]+", page)) == images
 
 
 # The job
