@@ -33,6 +33,7 @@ from tests.raw_peer import AMPLE_S, http
 import rallypoint
 from rallypoint.cli import cluster_options, main
 from rallypoint.cli.run import DEFAULT_GRACE_S
+from rallypoint.core.policy.stop_policy import PREEMPTED_CODE
 from rallypoint.launch.clusters.evidence import Facts
 from rallypoint.net import parse_endpoint
 from rallypoint.server.settings import DEFAULT_PORT
@@ -42,7 +43,6 @@ pytestmark = pytest.mark.needs("deploy")
 SERVERS = ("server.yaml", "replicated-server.yaml")
 TOKEN = "a-token-of-a-test-0123456789"
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if "\nkind: " in path.read_text(encoding="utf-8"))
-REQUEUE = 75
 UNITS = {"M": 1024**2, "G": 1024**3, "Mi": 1024**2, "Gi": 1024**3}
 
 
@@ -336,7 +336,7 @@ def test_pods_of_the_job_use_a_server_of_their_own(in_pod: Callable[..., dict[st
     page = (ROOT / "docs" / "kubernetes.md").read_text(encoding="utf-8")
     (url,) = set(re.findall(r'name: RALLYPOINT_STORE\s+value: "?(tcp://[^"\s]+)', page))
     assert url == f"tcp://{of_kind(manifest('server.yaml').objects, 'Service')['metadata']['name']}:{DEFAULT_PORT}"
-    (option,) = set(re.findall(r"rallypoint, run, (--cluster=\w+), train.py", page))
+    (option,) = set(re.findall(r"rallypoint, run, (--cluster=\w+),", page))
     found = in_pod(2, option, RALLYPOINT_STORE=url)
     assert (found["node_rank"], found["store"], found["rdzv_endpoint"]) == (2, url, "")
 
@@ -344,6 +344,13 @@ def test_pods_of_the_job_use_a_server_of_their_own(in_pod: Callable[..., dict[st
 def test_the_job_replaces_pods_and_knows_when_that_is_no_use(job: Object) -> None:
     rules = job["spec"]["podFailurePolicy"]["rules"]
     codes = {code: rule["action"] for rule in rules for code in rule.get("onExitCodes", {}).get("values", [])}
-    assert codes == {REQUEUE: "Ignore", 2: "FailJob", 126: "FailJob", 127: "FailJob"}
+    assert codes == {PREEMPTED_CODE: "Ignore", 2: "FailJob", 126: "FailJob", 127: "FailJob"}
     assert job["spec"]["template"]["spec"]["restartPolicy"] == "Never", "a policy needs it"
-    assert job["spec"]["template"]["spec"]["terminationGracePeriodSeconds"] > DEFAULT_GRACE_S
+
+
+def test_a_pod_has_time_for_its_last_checkpoint(job: Object, in_pod: Callable[..., dict[str, Any]]) -> None:
+    """Kubernetes sends SIGTERM, and SIGKILL when the time is up."""
+    found = in_pod(0)
+    template = job["spec"]["template"]["spec"]
+    assert found["preempt_signal"] == ("SIGTERM",)
+    assert template["terminationGracePeriodSeconds"] > found["preempt_timeout"] + DEFAULT_GRACE_S
