@@ -25,6 +25,7 @@ SEEDED = (
     "tests/core",
     "tests/simulation/test_simulation.py",
     "tests/simulation/test_rendezvous.py",
+    "tests/testing/test_simulate.py",
     "tests/conformance/test_machine.py",
     "tests/conformance/test_differential.py",
     "tests/filestore/test_follower.py",

@@ -200,7 +200,8 @@ class AsyncStore(StoreView):
             with contextlib.suppress(RallypointError):
                 self._session.send(ops.Act(0, key, member, call, command, 0.0))
 
-        return AsyncWorkQueue(ObjectCalls(self._label, self._timeout_s, ask, tell), name, member)
+        calls = ObjectCalls(self._label, self._timeout_s, ask, tell, self._session.deadline)
+        return AsyncWorkQueue(calls, name, member)
 
     async def _ask_for(self, op: ops.Op, wait_s: float) -> Any:
         return self._result(await self._session.ask(op, wait_s or None))

@@ -15,9 +15,10 @@ from typing import Any
 import msgspec
 
 from rallypoint.core.machines.machine import WAIT, Call, Command, Machine, Step, Undo
+from rallypoint.errors import SessionLost
+from rallypoint.testing.simulation.simulator import NEVER, ScheduledProcess, Simulator, Steps
 
 from .call_checker import check_loss
-from .simulator import NEVER, Process, SessionLost, Simulator, Steps
 
 SLICE_S = 1.0
 TIMED_OUT = "timed out"
@@ -55,7 +56,7 @@ class BytesHost:
         self.timers: dict[tuple[str, str], tuple[int, float]] = {}
         """By session and key: the timer that it has seen, and since when."""
 
-    def call(self, process: Process, key: str, call: Call, command: Command, deadline: float) -> Steps:
+    def call(self, process: ScheduledProcess, key: str, call: Call, command: Command, deadline: float) -> Steps:
         """Make a call; return its outcome or TIMED_OUT."""
         process.waits = (key, call, command)
         while True:
@@ -95,15 +96,15 @@ class BytesHost:
         """Return never: waiting members fire the timers."""
         return NEVER
 
-    def crashed(self, process: Process) -> None:
+    def crashed(self, process: ScheduledProcess) -> None:
         """Do nothing: the store does not know its clients."""
 
-    def _apply(self, process: Process, key: str, call: Call, command: Command) -> Steps:
+    def _apply(self, process: ScheduledProcess, key: str, call: Call, command: Command) -> Steps:
         while True:
             yield None
             state, machine = self._read(key, type(command).machine)
             if call.session in state.ended:
-                raise SessionLost
+                raise SessionLost(peer="the members", why="it was evicted")
             step = machine.apply(call, command, state.version + 1)
             if not step.changed and process.unsure.get(key) != state.version:
                 return step.outcome
@@ -116,7 +117,7 @@ class BytesHost:
                 if not isinstance(command, Undo) and self.simulator.chance.random() < 0.3:
                     return TIMED_OUT
 
-    def _fire_timer(self, process: Process, key: str, kind: type[Machine]) -> Steps:
+    def _fire_timer(self, process: ScheduledProcess, key: str, kind: type[Machine]) -> Steps:
         """Fire the machine's timer if this process has seen it for its duration; others may do the same."""
         if kind.timer is Machine.timer:
             return  # this kind has no timer
@@ -134,12 +135,12 @@ class BytesHost:
             if step.changed and (yield from self._write(key, state, machine, step)):
                 self.simulator.note("fired", str(process), number)
 
-    def evict(self, process: Process, key: str, kind: type[Machine]) -> Steps:
+    def evict(self, process: ScheduledProcess, key: str, kind: type[Machine]) -> Steps:
         """Remove sessions that have been frozen for the grace."""
         simulator = self.simulator
         state, machine = self._read(key, kind)
         if process.session in state.ended:
-            raise SessionLost
+            raise SessionLost(peer="the members", why="it was evicted")
         for session in sorted(machine.sessions()):
             other = simulator.by_session[session]
             if other is process or (other.session == session and not other.still(simulator.now)):

@@ -23,11 +23,9 @@ from rallypoint.core.machines.barrier import BarrierArrive
 from rallypoint.core.machines.exchange import ExchangeGive
 from rallypoint.core.machines.machine import Call, Command, Done, Refused
 from rallypoint.core.machines.membership import MembershipJoin
-
-from .simulator import NEVER, Process, Simulator, Violation
+from rallypoint.testing.simulation.simulator import INTERRUPTED, NEVER, ScheduledProcess, Simulator, Violation
 
 LOST = "session lost"
-INTERRUPTED = "interrupted"
 MEETINGS = ("barrier", "exchange")
 UNKNOWN = (None, LOST, INTERRUPTED)
 """Outcomes of calls that may or may not have completed."""
@@ -36,7 +34,7 @@ UNKNOWN = (None, LOST, INTERRUPTED)
 class CheckedCall(Struct, eq=False):
     """One call: its command, its start and end, and its outcome (None: unknown)."""
 
-    process: Process
+    process: ScheduledProcess
     key: str
     call: Call
     command: Command
@@ -68,9 +66,9 @@ class CallChecker(Struct, eq=False):
 
     views: dict[int, Any] = field(default_factory=dict)
     ids: dict[int, str] = field(default_factory=dict)
-    epochs: dict[Process, int] = field(default_factory=dict)
+    epochs: dict[ScheduledProcess, int] = field(default_factory=dict)
 
-    def begin(self, process: Process, key: str, call: Call, command: Command) -> CheckedCall:
+    def begin(self, process: ScheduledProcess, key: str, call: Call, command: Command) -> CheckedCall:
         """Record the start of a call."""
         entry = CheckedCall(process, key, call, command, self.simulator.step)
         self.entries.append(entry)
@@ -82,7 +80,7 @@ class CallChecker(Struct, eq=False):
         entry.ended, entry.outcome = self.simulator.step, outcome
         self.simulator.note("end", str(entry.process), entry.call.id, outcome)
 
-    def session_lost(self, process: Process) -> None:
+    def session_lost(self, process: ScheduledProcess) -> None:
         """Record that a process has learned that its session is over."""
         self.simulator.note("session lost", str(process))
         for entry in self.entries:
@@ -151,11 +149,11 @@ class CallChecker(Struct, eq=False):
 
     # Membership
 
-    def epoch_of(self, process: Process) -> int:
+    def epoch_of(self, process: ScheduledProcess) -> int:
         """Return the last epoch that a process saw."""
         return self.epochs.get(process, 0)
 
-    def saw(self, process: Process, view: Any, entry: CheckedCall | None = None) -> None:
+    def saw(self, process: ScheduledProcess, view: Any, entry: CheckedCall | None = None) -> None:
         """Check a view; a member that has joined must be in it."""
         epoch = view["epoch"]
         if epoch < self.epoch_of(process) and view["members"]:
@@ -170,7 +168,7 @@ class CallChecker(Struct, eq=False):
             self.members[entry.call.id] = entry
         check_maps(view["members"])
 
-    def watched(self, process: Process, entry: CheckedCall, answer: Any) -> None:
+    def watched(self, process: ScheduledProcess, entry: CheckedCall, answer: Any) -> None:
         """Check the answer of a watch."""
         view, events, every = answer
         since = entry.command.epoch  # type: ignore[attr-defined]

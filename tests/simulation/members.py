@@ -26,10 +26,11 @@ from rallypoint.core.machines.work_queue import (
     WorkTake,
     WorkWithdraw,
 )
+from rallypoint.errors import SessionLost
+from rallypoint.testing.simulation.simulator import INTERRUPTED, NEVER, ScheduledProcess, Simulator, Steps
 
 from .bytes_host import TIMED_OUT
-from .call_checker import INTERRUPTED, CallChecker, CheckedCall
-from .simulator import NEVER, Process, SessionLost, Simulator, Steps
+from .call_checker import CallChecker, CheckedCall
 
 KINDS: dict[str, type[Machine]] = {
     "barrier": BarrierMachine,
@@ -81,7 +82,7 @@ class Members:
         self.script = script_of(simulator, size)
         self.checker = CallChecker(simulator, size)
 
-    def live(self, process: Process) -> Steps:
+    def live(self, process: ScheduledProcess) -> Steps:
         """Run the script of a process."""
         joined: CheckedCall | None = None
         while process.at < len(self.script):
@@ -103,15 +104,15 @@ class Members:
                 process.renew()
                 process.at -= self.simulator.chance.randrange(2)
 
-    def _barrier(self, process: Process, line: ScriptLine) -> Steps:
+    def _barrier(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         yield from self._meet(process, "barrier", line, BarrierArrive(self.size), BarrierWithdraw)
 
-    def _exchange(self, process: Process, line: ScriptLine) -> Steps:
+    def _exchange(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         rank = int(process.name)
         give = ExchangeGive(self.size, rank, b"", line.how, line.root)
         yield from self._meet(process, "exchange", line, give, ExchangeWithdraw)
 
-    def _meet(self, process: Process, key: str, line: ScriptLine, command: Command, undo: type[Undo]) -> Steps:
+    def _meet(self, process: ScheduledProcess, key: str, line: ScriptLine, command: Command, undo: type[Undo]) -> Steps:
         """Make a call that is withdrawn at its timeout; it may have completed nevertheless."""
         entry = self._begin(process, key, command)
         if isinstance(command, ExchangeGive):
@@ -125,7 +126,7 @@ class Members:
                 outcome = Done(outcome.answer[0])
         self.checker.end(entry, outcome)
 
-    def _lock(self, process: Process, line: ScriptLine) -> Steps:
+    def _lock(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         entry = self._begin(process, "lock", LockAcquire())
         outcome = yield from self.host.call(
             process, "lock", entry.call, LockAcquire(), self.simulator.now + line.timeout_s
@@ -138,11 +139,11 @@ class Members:
         released = yield from self._undo(process, "lock", LockRelease, entry)
         self.checker.released(entry, released, process.repeated)
 
-    def _put(self, process: Process, line: ScriptLine) -> Steps:
+    def _put(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         entry = self._begin(process, "work_queue", WorkPut([b"x", b"y"], 3))
         self.checker.end(entry, (yield from self.host.call(process, "work_queue", entry.call, entry.command, NEVER)))
 
-    def _work(self, process: Process, line: ScriptLine) -> Steps:
+    def _work(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         """Take an item, and finish it or give it back; an interrupted take abandons it."""
         chance, key = self.simulator.chance, "work_queue"
         entry = self._begin(process, key, WorkTake())
@@ -166,7 +167,7 @@ class Members:
         )
         self.checker.settled(entry, item, outcome, process.repeated, done)
 
-    def _join(self, process: Process, line: ScriptLine) -> Steps:
+    def _join(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         """Join; if the name is still taken, wait and retry a few times."""
         for _ in range(3):
             entry = self._begin(process, "roster", self._join_command(process))
@@ -184,7 +185,7 @@ class Members:
             yield from self._watch(process, line)
         return None
 
-    def _join_command(self, process: Process) -> membership.MembershipJoin:
+    def _join_command(self, process: ScheduledProcess) -> membership.MembershipJoin:
         """Make random devices and maps, some of them invalid."""
         chance, own = self.simulator.chance, f"d{process.name}"
         devices = [f"{own}.{number}" for number in range(chance.choice((0, 1, 2, 2, 2, 2)))]
@@ -195,18 +196,18 @@ class Members:
                 maps[str(peer)] = {mine: f"d{peer}.{number}" for mine, number in zip(devices, theirs, strict=False)}
         return membership.MembershipJoin(b"", devices, maps)
 
-    def _leave(self, process: Process, joined: CheckedCall) -> Steps:
+    def _leave(self, process: ScheduledProcess, joined: CheckedCall) -> Steps:
         self.checker.leaves(joined)
         outcome = yield from self._undo(process, "roster", membership.MembershipLeave, joined)
         self.checker.left(joined, outcome, process.repeated)
 
-    def _look(self, process: Process, line: ScriptLine) -> Steps:
+    def _look(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         entry = self._begin(process, "roster", membership.MembershipQuery())
         outcome = yield from self.host.call(process, "roster", entry.call, entry.command, NEVER)
         self.checker.end(entry, outcome)
         self.checker.saw(process, outcome.answer)
 
-    def _watch(self, process: Process, line: ScriptLine) -> Steps:
+    def _watch(self, process: ScheduledProcess, line: ScriptLine) -> Steps:
         entry = self._begin(process, "roster", membership.MembershipWatch(self.checker.epoch_of(process)))
         outcome = yield from self.host.call(
             process, "roster", entry.call, entry.command, self.simulator.now + line.timeout_s
@@ -217,11 +218,11 @@ class Members:
             self.checker.watched(process, entry, outcome.answer)
         self.checker.end(entry, outcome)
 
-    def _begin(self, process: Process, key: str, command: Command) -> CheckedCall:
+    def _begin(self, process: ScheduledProcess, key: str, command: Command) -> CheckedCall:
         call = Call(process.name, process.session, next(process.numbers), former=process.former)
         return self.checker.begin(process, key, call, command)
 
-    def _undo(self, process: Process, key: str, undo: Callable[[int], Undo], entry: CheckedCall) -> Steps:
+    def _undo(self, process: ScheduledProcess, key: str, undo: Callable[[int], Undo], entry: CheckedCall) -> Steps:
         """Withdraw a call. If that was applied twice, the second time finds no call, so any answer is valid."""
         call = Call(process.name, entry.call.session, next(process.numbers))
         process.repeated = False

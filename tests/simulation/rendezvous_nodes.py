@@ -14,11 +14,12 @@ from tests.core.round_answer import Round
 from rallypoint.core.machines import rendezvous
 from rallypoint.core.machines.machine import Call, Command, Done, Refused, Undo
 from rallypoint.core.policy.round_policy import NodeLimits
+from rallypoint.errors import SessionLost
+from rallypoint.testing.simulation.simulator import NEVER, ScheduledProcess, Simulator, Steps, Violation
 
 from .call_checker import CheckedCall
 from .members import GAVE_UP
 from .round_checker import Rounds
-from .simulator import NEVER, Process, SessionLost, Simulator, Steps, Violation
 
 KEY = "run"
 PAUSE_S = 0.5
@@ -40,7 +41,7 @@ class Nodes:
         self.asks = chance.random() < 0.3
         self.odd = f"n{chance.randrange(size)}" if chance.random() < 0.1 else ""
 
-    def live(self, process: Process) -> Steps:
+    def live(self, process: ScheduledProcess) -> Steps:
         """Run a node; one that gives up rejoining leaves, since it may still be in its last round."""
         run, last = -1, None
         while True:
@@ -58,7 +59,7 @@ class Nodes:
                 process.renew()
                 last = None
 
-    def _join(self, process: Process, run: int) -> Steps:
+    def _join(self, process: ScheduledProcess, run: int) -> Steps:
         """Join, repeatedly, until in a round; return the call, or None if it gave up, and the run."""
         rank = self._wish(process)
         settings = {"batch": "8" if process.name == self.odd else "16"}
@@ -84,7 +85,7 @@ class Nodes:
             elif process.at == self.choices and self.simulator.chance.random() < 0.3:
                 return None, run
 
-    def _stay(self, process: Process, joined: CheckedCall, current: Round) -> Steps:
+    def _stay(self, process: ScheduledProcess, joined: CheckedCall, current: Round) -> Steps:
         """Stay in a round until it is over; return whether to rejoin."""
         while True:
             choice = self._next_choice(process)
@@ -104,14 +105,14 @@ class Nodes:
             if isinstance(outcome, Refused):
                 raise Violation(f"{watch.call.id} watched, and was refused: {outcome}")
 
-    def _open(self, process: Process) -> Steps:
+    def _open(self, process: ScheduledProcess) -> Steps:
         """Perhaps reopen the run; return whether that was tried."""
         if self._next_choice(process) != "close":
             return False
         yield from self._ask(process, rendezvous.RendezvousReopen(self.simulator.chance.random() < 0.5), NEVER)
         return True
 
-    def _ask(self, process: Process, command: Command, patience_s: float) -> Steps:
+    def _ask(self, process: ScheduledProcess, command: Command, patience_s: float) -> Steps:
         """Make a call, and withdraw it at its timeout; return it and its outcome."""
         checker = self.rounds.checker
         call = Call(process.name, process.session, next(process.numbers))
@@ -126,7 +127,7 @@ class Nodes:
         checker.end(entry, outcome)
         return entry, outcome
 
-    def _undo(self, process: Process, undo: type[Undo], entry: CheckedCall) -> Steps:
+    def _undo(self, process: ScheduledProcess, undo: type[Undo], entry: CheckedCall) -> Steps:
         checker = self.rounds.checker
         call = Call(process.name, entry.call.session, next(process.numbers))
         taken_back = checker.begin(process, KEY, call, undo(entry.call.number))
@@ -134,7 +135,7 @@ class Nodes:
         checker.end(taken_back, outcome)
         return outcome
 
-    def _next_choice(self, process: Process) -> str:
+    def _next_choice(self, process: ScheduledProcess) -> str:
         """Return the next random choice of a node; mostly none."""
         if process.at >= self.choices or self.simulator.chance.random() < 0.6:
             return ""
@@ -144,10 +145,10 @@ class Nodes:
         )
         return what
 
-    def _patience_s(self, process: Process) -> float:
+    def _patience_s(self, process: ScheduledProcess) -> float:
         return self.simulator.chance.choice((1.0, 3.0)) if self._next_choice(process) else NEVER
 
-    def _wish(self, process: Process) -> int:
+    def _wish(self, process: ScheduledProcess) -> int:
         """Return a rank to request: its own number, a random one, or none."""
         if not self.asks or self.simulator.chance.random() < 0.4:
             return -1

@@ -18,9 +18,9 @@ from tests.core.round_answer import Round
 from rallypoint.core.machines import rendezvous
 from rallypoint.core.machines.machine import Done, Refused
 from rallypoint.core.policy.round_policy import NodeLimits
+from rallypoint.testing.simulation.simulator import Simulator, Violation
 
 from .call_checker import CallChecker, CheckedCall
-from .simulator import Simulator, Violation
 
 
 class Rounds:

@@ -14,8 +14,8 @@ from rallypoint.core.machines.lock import LockMachine
 from rallypoint.core.machines.machine import WAIT, Call, Done, Step
 from rallypoint.core.machines.membership import MembershipMachine
 from rallypoint.core.machines.work_queue import WorkDone, WorkQueueMachine
+from rallypoint.testing.simulation.simulator import Violation
 
-from .simulator import Violation
 from .test_simulation import HOSTS, simulate
 
 SEEDS = 1000

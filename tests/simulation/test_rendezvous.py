@@ -15,12 +15,12 @@ from rallypoint.core.machines import rendezvous
 from rallypoint.core.machines.machine import Done, Step
 from rallypoint.core.machines.rendezvous import RendezvousMachine
 from rallypoint.core.policy.round_policy import Form, Hold
+from rallypoint.testing.simulation.simulator import STEPS, Simulator, Violation
 
 from .bytes_host import BytesHost
 from .rendezvous_nodes import KEY, Nodes
 from .round_checker import check_final_state
 from .server_host import ServerHost
-from .simulator import STEPS, Simulator, Violation
 from .test_simulation import FIRST_SEED, SEEDS
 
 CROWD_EVERY = 200
@@ -66,7 +66,7 @@ def simulate(seed: int, hosting: str) -> Simulator:
     size = size_of(simulator, seed)
     nodes = Nodes(simulator, host, size)
     simulator.live_like = nodes.live
-    with simulator.explained(f"tests/simulation/test_rendezvous.py -k {hosting}"):
+    with simulator.explained(f"SEEDS=1 FIRST_SEED={seed} pytest tests/simulation/test_rendezvous.py -k {hosting}"):
         for number in range(size):
             simulator.start(f"n{number}")
         simulator.run()

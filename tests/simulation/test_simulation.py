@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
+from rallypoint.testing.simulation.simulator import Simulator, Violation
+
 from .bytes_host import BytesHost
 from .members import KINDS, Members
 from .server_host import ServerHost
-from .simulator import Simulator, Violation
 
 SEEDS = int(os.environ.get("SEEDS", "2000"))
 FIRST_SEED = int(os.environ.get("FIRST_SEED", "1"))
@@ -26,7 +27,7 @@ def simulate(seed: int, hosting: str) -> Simulator:
     host = simulator.host = HOSTS[hosting](simulator)
     members = Members(simulator, host, simulator.chance.randrange(2, 6))
     simulator.live_like = members.live
-    with simulator.explained(f"tests/simulation -k {hosting}"):
+    with simulator.explained(f"SEEDS=1 FIRST_SEED={seed} pytest tests/simulation -k {hosting}"):
         for rank in range(members.size):
             simulator.start(str(rank))
         simulator.run()

@@ -42,6 +42,9 @@ TICK_S = 0.01
 class AsyncSession:
     """A session with a rallypoint server, and its current connection."""
 
+    deadline = Deadline
+    """How the deadline of a call is made: in real time."""
+
     def __init__(self, route: Route, timeout_s: float) -> None:
         self.peer, self.label = route.name, route.label
         self.patience_s = outage.patience_s(timeout_s)

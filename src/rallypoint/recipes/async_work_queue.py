@@ -47,6 +47,9 @@ class ObjectCalls(NamedTuple):
     tell: Callable[[str, int, Command], None]
     """Make a call and ignore its outcome; never raises."""
 
+    deadline: Callable[[Timeout], Deadline] = Deadline
+    """How the deadline of a call is made."""
+
 
 class AsyncWorkItem:
     """An item that this task has taken; an async context manager, as `WorkItem` is a context manager."""
@@ -159,7 +162,7 @@ class AsyncWorkQueue:
 
     async def _wait(self, verb: str, call: int, command: Command, timeout: Timeout | None) -> Any:
         """Make a call that waits, again and again until it is over; take it back at the deadline, or if cancelled."""
-        deadline = Deadline(self._calls.timeout_s if timeout is None else timeout)
+        deadline = self._calls.deadline(self._calls.timeout_s if timeout is None else timeout)
         try:
             while True:
                 wait_s = min(deadline.remaining(), PROGRESS_S)

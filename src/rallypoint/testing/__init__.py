@@ -18,6 +18,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rallypoint.testing.cutting_proxy import DOWN, HANGS_UP, REFUSES, SILENT, UP, CuttingProxy
+from rallypoint.testing.simulation.simulate import Program, Simulation, simulate
+from rallypoint.testing.simulation.simulated_process import SimulatedBarrier, SimulatedLock, SimulatedProcess
+from rallypoint.testing.simulation.simulator import Violation
 from rallypoint.testing.transcript import Run, check_transcript, replay_transcript
 from rallypoint.testing.virtual_clock import VirtualClock
 
@@ -35,6 +38,14 @@ __all__ = [
     "REFUSES",
     "HANGS_UP",
     "SILENT",
+    # simulations
+    "simulate",
+    "Simulation",
+    "Program",
+    "SimulatedProcess",
+    "SimulatedBarrier",
+    "SimulatedLock",
+    "Violation",
     # transcripts
     "check_transcript",
     "replay_transcript",

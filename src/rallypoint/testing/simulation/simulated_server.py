@@ -1,30 +1,27 @@
-"""The machines hosted by a server: a real `State`, changed only by log entries.
+"""The server of a simulation: a real `State`, changed only by log entries, with the engine and the machines.
 
 Requests and answers of one session arrive in order; those of different sessions in any order. A frozen process has lost
 its connection; after the grace the server ends its session, and the process learns it with its next request. One that
-thaws in time repeats its unanswered requests. Half of the calls are patient: they end with an answer. The others are
-interrupted at their deadline, whatever is in flight; such a call is withdrawn, and whether it completed is unknown.
+thaws in time repeats its unanswered requests.
 
-Every entry is encoded and decoded. In some simulations the state is sometimes replaced by its snapshot, in some the log
-is replayed at the end: neither may make a difference.
+Every entry is encoded and decoded. In some simulations the state is sometimes replaced by its snapshot, which may make
+no difference.
 """
 
 from __future__ import annotations
 
-import copy
 from collections import deque
 from itertools import count
 from typing import Any
 
 import msgspec
-from tests.core.state_checks import work_bytes
 
 from rallypoint.core import entries
-from rallypoint.core.calls.call_waiter import object_bytes
 from rallypoint.core.deadlines import Deadlines
 from rallypoint.core.engine import Engine
 from rallypoint.core.entries import (
     AttachSession,
+    ContinueDelete,
     DetachOwner,
     EndSession,
     Entry,
@@ -34,25 +31,34 @@ from rallypoint.core.entries import (
     StartServer,
     TimeOutRequest,
 )
-from rallypoint.core.machines.machine import Call, Command, Done, Machine, Refused, Waiting
-from rallypoint.core.machines.work_queue import WorkQueueMachine
+from rallypoint.core.machines.machine import Waiting
 from rallypoint.core.objects import Objects
-from rallypoint.core.ops import Act, Confirm, Drop, Op
-from rallypoint.core.records import DONE, LATER, REFUSED, InternalError, ReplyStatus
+from rallypoint.core.ops import Bye, Confirm, Drop, Op
+from rallypoint.core.records import LATER, InternalError
 from rallypoint.core.snapshot import read, write
 from rallypoint.core.state import State
+from rallypoint.errors import SessionLost
 from rallypoint.protocol.native import encode_answer
+from rallypoint.protocol.native_client import Reply
+from rallypoint.testing.simulation.simulator import (
+    INTERRUPTED,
+    NEVER,
+    ScheduledProcess,
+    Simulator,
+    Steps,
+    Violation,
+)
 
-from .bytes_host import TIMED_OUT
-from .call_checker import INTERRUPTED, MEETINGS, check_loss
-from .simulator import NEVER, Process, SessionLost, Simulator, Steps, Violation
+__all__ = ["SimulatedServer"]
 
-PROGRESS_S = 0.5
-ENDED = "ended"
 UNLIMITED = 1 << 62
 
+_ENDED = Reply(0, -1, "the session has ended")
 
-class ServerHost:
+_decode = msgspec.msgpack.Decoder(Reply).decode
+
+
+class SimulatedServer:
     """The state of a server, its clock, and the messages of all sessions."""
 
     waits_for_the_dead = True
@@ -64,7 +70,11 @@ class ServerHost:
         self.log: list[bytes] = []
         self.deadlines = Deadlines()
         self.requests: dict[str, deque[Op]] = {}
-        self.answers: dict[str, deque[tuple[int, Any]]] = {}
+        """Requests in flight, by session."""
+
+        self.answers: dict[str, deque[Reply]] = {}
+        """Replies in flight, by session."""
+
         self.open: dict[tuple[str, int], Op] = {}
         """Unanswered requests."""
 
@@ -74,65 +84,47 @@ class ServerHost:
 
         self.numbers = count(1)
         self.restores = 0.01 if simulator.chance.random() < 0.2 else 0.0
-        self.replays = simulator.chance.random() < 0.1
-        self._apply(StartServer(entries.VERSION, b"server", UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED))
+        """How likely the state is replaced by its snapshot before a request."""
+
+        self.apply(StartServer(entries.VERSION, b"server", UNLIMITED, UNLIMITED, UNLIMITED, UNLIMITED))
 
     @property
     def engine(self) -> Engine:
+        """The keys and queues."""
         return self.state.namespaces[0].engine
 
     @property
     def objects(self) -> Objects:
+        """The shared objects."""
         return self.state.namespaces[0].objects
 
-    def call(self, process: Process, key: str, call: Call, command: Command, deadline: float) -> Steps:
-        """Make a call; return its outcome, TIMED_OUT or INTERRUPTED."""
-        process.waits = (key, call, command)
-        patient = self.simulator.chance.random() < 0.5
+    # Called by processes
+
+    def request(self, session: str, op: Op, deadline: float = NEVER) -> Steps:
+        """Send a numbered request and wait for its reply; return INTERRUPTED if there is none at the deadline.
+
+        Raises SessionLost once the session has ended.
+        """
+        self.send(session, op)
+        answers = self.answers.setdefault(session, deque())
         while True:
-            number = next(self.numbers)
-            wait_s = max(0.0, min(PROGRESS_S, deadline - self.simulator.now))
-            self._send(call.session, Act(number, key.encode(), call.member, call.number, command, wait_s))  # type: ignore[arg-type]
-            outcome: Any = yield from self._answer(call.session, number, float("inf") if patient else deadline)
-            if outcome is INTERRUPTED:
-                self._send(call.session, Drop(next(self.numbers), number))
-            elif isinstance(outcome, Waiting):
-                if self.simulator.now < deadline:
-                    continue
-                outcome = TIMED_OUT
-            process.waits = None
-            return outcome
+            while answers:
+                reply = answers.popleft()
+                if reply is _ENDED:
+                    raise SessionLost(peer="the simulated server", why="its grace period was over")
+                if reply.number == op.number:
+                    if self.simulator.chance.random() < 0.3:
+                        self.send(session, Confirm(0, op.number, [], 0))
+                    return reply
+            if self.simulator.now >= deadline:
+                return INTERRUPTED
+            yield deadline
 
-    def machine(self, key: str, kind: type[Machine]) -> Machine:
-        """Return the current machine."""
-        return self.objects.machines.get((kind, key.encode())) or kind()
+    def send(self, session: str, op: Op) -> None:
+        """Send a request without waiting for its reply."""
+        self.requests.setdefault(session, deque()).append(op)
 
-    def settle(self) -> None:
-        """End all sessions, and check that nothing is left."""
-        self._open_sessions()
-        for session in sorted(set(self.simulator.by_session) - self.ended, key=int):
-            self._end(session)
-        left = self.objects
-        queues = {
-            place: one for place, one in left.machines.items() if isinstance(one, WorkQueueMachine) and not one.idle
-        }
-        kept: list[Any] = [left.machines.keys() - left._idle.keys() - queues.keys(), left._calls, left.late]
-        kept += [left.late.by_session]
-        kept += [left.timers, left.contested._detached, left.contested._calls, self.state.sessions, self.open]
-        size = self.engine.size - sum(object_bytes(name) + idle for (_, name), idle in left._idle.items())
-        size -= sum(object_bytes(name) + work_bytes(queue) for (_, name), queue in queues.items())
-        if any(kept) or size or self.state.memory.kept or self.engine.statistics().waiters:
-            raise Violation(f"the server keeps data of ended sessions: {kept} {size} bytes")
-        if self.replays:
-            again = State()
-            for record in self.log:
-                again.apply(entries.decode(record))
-            if list(write(again)) != list(write(self.state)):
-                raise Violation("replaying the log produces another state")
-
-    def evict(self, process: Process, key: str, kind: type[Machine]) -> Steps:
-        """Do nothing: the server ends frozen sessions by itself."""
-        yield None
+    # Called by the simulator
 
     def deliver(self) -> bool:
         """Deliver the next request of a random session."""
@@ -140,15 +132,14 @@ class ServerHost:
         if not sessions:
             return False
         if self.restores and self.simulator.chance.random() < self.restores:
-            self.simulator.trace.append((self.simulator.step, "restored"))  # not an event that others can see
-            self.state = read(list(write(self.state)))
+            self._restore()
         session = self.simulator.chance.choice(sessions)
         self._serve(session, self.requests[session].popleft())
         return True
 
     def tick(self) -> None:
         """Time out waits, fire timers, and end frozen sessions."""
-        self._open_sessions()
+        self.open_sessions()
         for key in self.deadlines.due(self.simulator.now):
             self._expire(key)
         for session, process in self.simulator.by_session.items():
@@ -158,71 +149,97 @@ class ServerHost:
                 continue
             if process.still(self.simulator.now):
                 self.simulator.note("ended", session)
-                self._end(session)
+                self.end_session(session)
             elif process.stopped_at is None:
                 self._return(session)
             elif session not in self.away:
                 self.away.add(session)
-                self._apply(DetachOwner(int(session)))
-
-    def _return(self, session: str) -> None:
-        """Let a thawed process resume its session and repeat its unanswered requests."""
-        self.away.discard(session)
-        self._apply(AttachSession(session.encode(), 0, 0))
-        for op in [op for (name, _), op in self.open.items() if name == session]:
-            self.requests.setdefault(session, deque()).appendleft(op)
+                self.apply(DetachOwner(int(session)))
 
     def due(self) -> float:
-        """Return when the next timer fires."""
-        return min((at for key, at in self.deadlines._at.items() if key[0] == "timer"), default=NEVER)  # type: ignore[index]
+        """Return when the next timer fires, or the next wait times out."""
+        return self.deadlines.earliest
 
-    def crashed(self, process: Process) -> None:
+    def crashed(self, process: ScheduledProcess) -> None:
         """Lose a random tail of the requests in flight."""
         requests = self.requests.get(process.session, deque())
         while requests and self.simulator.chance.random() < 0.5:
             requests.pop()
 
-    def _open_sessions(self) -> None:
+    def open_sessions(self) -> None:
         """Open the sessions of new processes in order, so that they have the simulator's numbers."""
         while self.state.opened < len(self.simulator.by_session):
             name = str(self.state.opened + 1)
             former = [one.encode() for one in self.simulator.by_session[name].former]
-            self._apply(OpenSession(name.encode(), "", 0, former))
+            self.apply(OpenSession(name.encode(), "", 0, former))
 
-    def _send(self, session: str, op: Op) -> None:
-        self.requests.setdefault(session, deque()).append(op)
+    def end_session(self, session: str) -> None:
+        """End a session: its grace period is over."""
+        self.ended.add(session)
+        for name, number in [place for place in self.open if place[0] == session]:
+            self._over(name, number)
+        if session not in self.away:
+            self.apply(DetachOwner(int(session)))
+        self.apply(EndSession(int(session)))
+        self._enqueue(session, _ENDED)
 
-    def _answer(self, session: str, number: int, deadline: float) -> Steps:
-        answers = self.answers.setdefault(session, deque())
-        while True:
-            while answers:
-                answered, outcome = answers.popleft()
-                if outcome is ENDED:
-                    raise SessionLost
-                if answered == number:
-                    if self.simulator.chance.random() < 0.3:
-                        self._send(session, Confirm(0, number, [], 0))
-                    return outcome
-            if self.simulator.now >= deadline:
-                return INTERRUPTED
-            yield deadline
+    def apply(self, entry: Entry) -> Any:
+        """Log and apply an entry, and deliver its outputs."""
+        record = entries.encode(entry)
+        self.log.append(record)
+        answer = self.state.apply(entries.decode(record))
+        if isinstance(answer, InternalError):
+            raise Violation(str(answer))
+        self._settle()
+        if self.engine.clearing and not isinstance(entry, ContinueDelete):
+            while self.engine.clearing:
+                self.apply(ContinueDelete(0))
+        return answer
+
+    # Inside
+
+    def _restore(self) -> None:
+        """Replace the state by its snapshot, in which there are no waiting reads: clients repeat them."""
+        self.simulator.trace.append((self.simulator.step, "restored"))  # not an event that others can see
+        self.state = read(list(write(self.state)))
+        for (session, _), op in list(self.open.items()):
+            if not op.changes and session not in self.away:
+                self._serve(session, op)
+
+    def _return(self, session: str) -> None:
+        """Let a thawed process resume its session and repeat its unanswered requests."""
+        self.away.discard(session)
+        self.apply(AttachSession(session.encode(), 0, 0))
+        for op in [op for (name, _), op in self.open.items() if name == session]:
+            self.requests.setdefault(session, deque()).appendleft(op)
 
     def _serve(self, session: str, op: Op) -> None:
         if session in self.ended:
-            self._reply(session, op.number, ENDED)
+            self._enqueue(session, _ENDED)
             return
         if isinstance(op, Drop):
             self._over(session, op.target)
-        answer = self._apply(SessionRequest(int(session), op))  # type: ignore[arg-type]
-        if not isinstance(op, Act):
+        if isinstance(op, (Drop, Confirm, Bye)):
+            self._execute(session, op)
+            if isinstance(op, Bye):
+                self.end_session(session)
             return
+        place = session, op.number
+        self.open[place] = op  # first: a large change ends later than it is answered
+        answer = self._execute(session, op)
         if answer is not LATER:
             self._over(session, op.number)
             self._reply(session, op.number, answer)
-            return
-        self.open[session, op.number] = op
-        if (session, op.number) not in self.deadlines:
-            self.deadlines.set((session, op.number), self.simulator.now + op.timeout_s)
+        elif place in self.open and place not in self.deadlines:
+            self.deadlines.set(place, self.simulator.now + getattr(op, "timeout_s", NEVER))
+
+    def _execute(self, session: str, op: Op) -> Any:
+        """Execute a request; only changes are entries of the log."""
+        if op.changes:
+            return self.apply(SessionRequest(int(session), op))  # type: ignore[arg-type]
+        answer = self.state.sessions[int(session)].execute(op)
+        self._settle()
+        return answer
 
     def _over(self, session: str, number: int) -> None:
         self.open.pop((session, number), None)
@@ -230,21 +247,27 @@ class ServerHost:
 
     def _expire(self, key: Any) -> None:
         if key[0] != "timer":
-            self._apply(TimeOutRequest(int(key[0]), key[1]))
+            self._time_out(*key)
             return
         place = key[1]
         timer = self.objects.timers.get(place)
         if timer is not None:
             self.simulator.note("fires", place[1])
-            self._apply(FireTimer(0, place[0].kind, place[1], timer[0]))
+            self.apply(FireTimer(0, place[0].kind, place[1], timer[0]))
 
-    def _apply(self, entry: Entry) -> Any:
-        """Log and apply an entry, and deliver its outputs."""
-        record = entries.encode(entry)
-        self.log.append(record)
-        answer = self.state.apply(entries.decode(record))
-        if isinstance(answer, InternalError):
-            raise Violation(str(answer))
+    def _time_out(self, session: str, number: int) -> None:
+        op = self.open.get((session, number))
+        if op is None or op.changes:
+            self.apply(TimeOutRequest(int(session), number))
+        elif (answer := self.state.sessions[int(session)].time_out(number)) is not LATER:
+            self._over(session, number)
+            self._reply(session, number, answer)
+
+    def _settle(self) -> None:
+        """Deliver what the state has for clients, and set the deadlines of changed timers."""
+        while self.engine.read_work:
+            self.engine.continue_reads()
+        self.state.settle(self.engine)
         for owner, number, later in self.state.take_outputs():
             session = str(owner.serial)
             if self.open.pop((session, number), None) is None:
@@ -259,33 +282,13 @@ class ServerHost:
                 self.deadlines.drop(("timer", place))
             else:
                 self.deadlines.set(("timer", place), self.simulator.now + timer[1])
-        return answer
 
     def _reply(self, session: str, number: int, answer: Any) -> None:
-        outcome = answer if answer is ENDED else _read(bytes(encode_answer(number, answer)))
-        if not isinstance(outcome, Waiting):
-            self.simulator.note("answer", session, number, outcome)
-        self.answers.setdefault(session, deque()).append((number, outcome))
+        reply = _decode(bytes(encode_answer(number, answer))[4:])
+        if not isinstance(answer, Waiting):
+            self.simulator.note("answer", session, number, reply.result)
+        self._enqueue(session, reply)
+
+    def _enqueue(self, session: str, reply: Reply) -> None:
+        self.answers.setdefault(session, deque()).append(reply)
         self.simulator.by_session[session].woken = True
-
-    def _end(self, session: str) -> None:
-        self.ended.add(session)
-        for name, number in [place for place in self.open if place[0] == session]:
-            self._over(name, number)
-        if session not in self.away:
-            self._apply(DetachOwner(int(session)))
-        machines = self.objects.machines.items()
-        before = {place: copy.deepcopy(machine) for place, machine in machines if machine.kind in MEETINGS}
-        self._apply(EndSession(int(session)))
-        for place, machine in before.items():
-            check_loss(machine, self.objects.machines.get(place) or type(machine)(), session)
-        self._reply(session, 0, ENDED)
-
-
-def _read(reply: bytes) -> Done | Refused | Waiting:
-    """Read an answer as a client does."""
-    _, status, result = msgspec.msgpack.decode(reply[4:])
-    if status != ReplyStatus.OK:
-        raise Violation(f"a call failed: {result}")
-    kind, *rest = result
-    return Done(*rest) if kind == DONE else Refused(*rest) if kind == REFUSED else Waiting(*rest)

@@ -1,32 +1,49 @@
 """The simulation of one seed: processes that take steps in a random order, and their faults.
 
-A process is a generator. It yields whenever others may run first: None if it can continue at any time, or the instant
-until which it sleeps unless it is woken. Random choices decide which process runs next, which message arrives, and
-which process crashes or freezes. A crashed process may be replaced by one of the same name. One that froze for longer
-than the grace may have been declared dead, and continues unaware until it finds out. After some steps there are no more
-faults, so that the final state can be checked: no process may wait for something that cannot happen.
+A process is a generator or a coroutine. It yields whenever others may run first: None if it can continue at any time,
+or the instant until which it sleeps unless it is woken. Random choices decide which process runs next, which message
+arrives, and which process crashes or freezes. A crashed process may be replaced by one of the same name. One that froze
+for longer than the grace may have been declared dead, and continues unaware until it finds out. After some steps there
+are no more faults, so that the final state can be checked: no process may wait for something that cannot happen.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
 
+__all__ = [
+    "GRACE_S",
+    "INTERRUPTED",
+    "NEVER",
+    "STEPS",
+    "Host",
+    "ScheduledProcess",
+    "Simulator",
+    "Steps",
+    "Violation",
+]
+
 GRACE_S = 2.0
+"""The grace period: how long a session outlives its connection."""
+
 QUIET_S = 9.0
 """After this time without an event nothing will happen: the longest timeout and the grace are over."""
 
 STEPS = 20_000
+"""How many steps a simulation may take."""
+
 NEVER = float("inf")
+"""The instant of what does not happen by itself."""
+
+INTERRUPTED = "interrupted"
+"""The outcome of a request that its process gave up at its deadline; it may have been executed."""
 
 Steps = Generator[float | None, None, Any]
-
-
-class SessionLost(Exception):
-    """The session was declared dead."""
+"""A part of what a process does: it yields the instant until which it sleeps, or None."""
 
 
 class Violation(AssertionError):
@@ -48,11 +65,11 @@ class Host(Protocol):
     def due(self) -> float:
         """Return when the next timer fires by itself."""
 
-    def crashed(self, process: Process) -> None:
+    def crashed(self, process: ScheduledProcess) -> None:
         """React to the crash of a process."""
 
 
-class Process:
+class ScheduledProcess:
     """One member's process, in its current session."""
 
     def __init__(self, simulator: Simulator, name: str, at: int = 0) -> None:
@@ -66,7 +83,7 @@ class Process:
         """Its lost sessions."""
 
         self.numbers = count(1)
-        self.life: Steps | None = None
+        self.life: Steps | Coroutine[Any, Any, Any] | None = None
         self.until: float | None = None
         self.woken = False
         self.stopped_at: float | None = None
@@ -110,32 +127,40 @@ class Simulator:
         self.now = 0.0
         self.step = 0
         self.changed_at = 0.0
-        self.processes: list[Process] = []
-        self.by_session: dict[str, Process] = {}
+        self.processes: list[ScheduledProcess] = []
+        self.by_session: dict[str, ScheduledProcess] = {}
         self.doubtful: set[str] = set()
         """Sessions that crashed, or froze for longer than the grace: they may be declared dead."""
 
         self.trace: list[tuple[Any, ...]] = []
         self.host: Host
-        self.live_like: Any = None
+        self.live_like: Callable[[ScheduledProcess], Steps | Coroutine[Any, Any, Any]]
+        """Returns what a new process does."""
+
         self.trouble = self.chance.choice((0, 0.005, 0.02, 0.05))
+        """How likely a fault is in each step."""
+
         self.calm_after = self.chance.randrange(50, 600)
-        self.steps = STEPS
+        """The step after which there are no more faults."""
+
+        self.steps, self.quiet_s = STEPS, QUIET_S
+        self.replaced = 0.7
+        """How likely a crashed process is replaced."""
+
         self.pace_s = 0.04
         """The longest duration of one step; shorter with more processes."""
 
     @contextmanager
-    def explained(self, selection: str) -> Iterator[None]:
-        """Raise a Violation with the trace, and the command that repeats the seed, for any error in the block."""
+    def explained(self, again: str) -> Iterator[None]:
+        """Raise a Violation with the trace, and how to repeat the seed, for any error in the block."""
         try:
             yield
         except Exception as error:
             what = f"seed {self.seed}: {error!r}"
             trace = "\n".join(" ".join(map(str, line)) for line in self.trace)
-            again = f"SEEDS=1 FIRST_SEED={self.seed} pytest {selection}"
             raise Violation(f"{what}\n{trace}\n{what}\nagain: {again}") from error
 
-    def new_session(self, process: Process) -> str:
+    def new_session(self, process: ScheduledProcess) -> str:
         """Return the name of a new session: the number that a server would give it."""
         session = str(len(self.by_session) + 1)
         self.by_session[session] = process
@@ -152,7 +177,8 @@ class Simulator:
         return not process.crashed and process.session == session
 
     def start(self, name: str, at: int = 0) -> None:
-        process = Process(self, name, at)
+        """Start a process, at a line of its script."""
+        process = ScheduledProcess(self, name, at)
         self.processes.append(process)
         process.life = self.live_like(process)
         self.note("start", str(process), at)
@@ -174,21 +200,21 @@ class Simulator:
                 self._go_on(self.chance.choice(ready))
             elif not self.host.deliver() and not self._sleep():
                 return
-            if self.now - self.changed_at > QUIET_S and self.step > self.calm_after:
+            if self.now - self.changed_at > self.quiet_s and self.step > self.calm_after:
                 return
         raise Violation(f"no end after {self.steps} steps")
 
-    def _go_on(self, process: Process) -> None:
+    def _go_on(self, process: ScheduledProcess) -> None:
         process.woken = False
         assert process.life is not None
         try:
-            process.until = next(process.life)
+            process.until = process.life.send(None)
         except StopIteration:
             process.done = True
             self.note("done", str(process))
 
     def _sleep(self) -> bool:
-        """Advance the clock to the next event; return False if there is none."""
+        """Advance the clock to the next event; return False if there is none within the quiet time."""
         times = [one.until for one in self.processes if one.runs and one.until is not None]
         times += [one.thaws_at for one in self.processes if one.thaws_at is not None]
         times += [self.now + 0.5 for one in self.processes if one.crashed and self.now - self.changed_at < QUIET_S]
@@ -196,7 +222,7 @@ class Simulator:
         if self.step < self.calm_after:
             times.append(self.now + 0.5)
         soonest = min(times, default=NEVER)
-        if soonest == NEVER:
+        if soonest - self.now > self.quiet_s:
             return False
         self.now = max(self.now, soonest)
         return True
@@ -226,5 +252,5 @@ class Simulator:
         process.waits = None
         self.note("crash", str(process))
         self.host.crashed(process)
-        if self.chance.random() < 0.7:
+        if self.chance.random() < self.replaced:
             self.start(process.name, max(0, process.at - self.chance.randrange(2)))
