@@ -17,6 +17,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 from tests.docs.blocks import PAGES, ROOT, Block, blocks_of
@@ -105,7 +106,7 @@ def test_python(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     with rallypoint.Server() as server:
         for block in of(page, "python"):
             if not block.file:
-                text = block.text.replace("127.0.0.1:29400", f"127.0.0.1:{server.port}")
+                text = re.sub(r"(127\.0\.0\.1(?::|\", ))29400", rf"\g<1>{server.port}", block.text)
                 run_block(block._replace(text=text), names)
         for store in names.values():
             if isinstance(store, rallypoint.Store):
@@ -138,6 +139,17 @@ def shells(tmp_path: Path) -> Iterator[Any]:
         finally:
             for terminal in opened.values():
                 terminal.close()
+
+
+@pytest.mark.needs("netns")
+def test_the_picture_shows_what_the_launcher_prints(shells: Any) -> None:
+    """Order and numbers may differ; which rank is how far at the kill, too."""
+    drawn = ElementTree.parse(ROOT / "docs" / "images" / "first-run.svg")
+    command, *lines = ["".join(text.itertext()) for text in drawn.iterfind(".//{*}text[@class='line']")]
+    assert command.startswith("$ rallypoint run ") and len(lines) > 15
+    terminal = shells("")
+    terminal.type(command.removeprefix("$ "))
+    terminal.expect([line.replace("[node0:", "[host-a:") for line in lines], command)
 
 
 @pytest.mark.needs("netns")

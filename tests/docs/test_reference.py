@@ -5,14 +5,18 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from typing import Any, get_args
 
 import click
 import pytest
+from msgspec import inspect
 
 import rallypoint
 from rallypoint import cli
 from rallypoint.cli import lock, store_command
+from rallypoint.core.ops import Commands, Operation
 from rallypoint.launch.workers import worker_group
+from rallypoint.protocol import challenge, channels, native
 
 ROOT = Path(__file__).resolve().parents[2]
 REFERENCE = ROOT / "docs" / "reference"
@@ -70,3 +74,56 @@ def test_the_named_errors_exist(page: str) -> None:
     text = (ROOT / "docs" / page).read_text()
     for name in re.findall(r"`([A-Z][a-zA-Z]+)`", text):
         assert hasattr(rallypoint, name), name
+
+
+# The wire protocol
+
+PROTOCOL_PAGE = (REFERENCE / "wire-protocol.md").read_text()
+
+
+def described(structure: type) -> Any:
+    """Return what msgspec knows of a structure: its tag and its fields."""
+    return inspect.type_info(structure)
+
+
+def fields_of(structure: type) -> str:
+    names = [field.name for field in described(structure).fields if field.name != "number"]
+    return ", ".join(f"`{name}`" for name in names)
+
+
+def test_the_structures_on_the_wire_are_those_of_the_code() -> None:
+    for structure in (native.Hello, native.Welcome, native.Standby, native.Notice):
+        assert f"\n| `{structure.__name__}` | {fields_of(structure)} |\n" in PROTOCOL_PAGE
+
+
+def test_the_operations_on_the_wire_are_those_of_the_code() -> None:
+    listed = re.findall(r"^\| (\d+) \| `(\w+)` \| (.*?) ?\| (yes|no) \|$", PROTOCOL_PAGE, re.M)
+    assert listed == [
+        (str(described(op).tag), op.__name__, fields_of(op), "yes" if op.changes else "no")
+        for op in get_args(Operation)
+    ]
+
+
+def test_the_commands_on_the_wire_are_those_of_the_code() -> None:
+    tags = [described(command).tag for command in get_args(Commands)]
+    assert re.findall(r"`(\w+\.\w+)`", PROTOCOL_PAGE.partition("| object | commands |")[2].partition("\n\n")[0]) == tags
+
+
+def test_the_codes_on_the_wire_are_those_of_the_code() -> None:
+    codes = [
+        challenge.CHALLENGE,
+        challenge.NEEDS_TLS,
+        challenge.NO_TLS.strip(),
+        challenge.NO_CHANNELS,
+        challenge.DENIED,
+    ]
+    for code in [*codes, native.ACCEPTED, native.STANDBY, channels.ACCEPTED]:
+        assert f"`{code.decode()}`" in PROTOCOL_PAGE
+    for preface in (native.PREFACE, channels.PREFACE, challenge.HTTP_PREFACE):
+        assert f"`{preface[:6].hex(' ')}` `{preface[6:].decode()}`" in PROTOCOL_PAGE
+    kinds = ["DATA", "CREDIT", "CLOSE", "SHARED", "GATHERED", "CREDITS"]
+    assert re.findall(r"^\| (\d) \| `([A-Z]+)` ", PROTOCOL_PAGE, re.M) == [
+        (str(getattr(channels, one)), one) for one in kinds
+    ]
+    assert f"{channels.WINDOW:,}" in PROTOCOL_PAGE and f"{channels.MAX_CHUNK:,}" in PROTOCOL_PAGE
+    assert f"version {native.VERSION}\n" in PROTOCOL_PAGE
