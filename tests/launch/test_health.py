@@ -109,7 +109,11 @@ def test_a_signal_ends_the_agent_at_once(place: Place, cools_down: bool, name: s
         until((place.where / "there").exists, bool)
     node.signal(name)
     assert node.end() == code and not node.out
-    what = "health check failed: exit code 3" if cools_down else "checking the health of this node, before it joins"
+    what = (
+        "out of the run: health check failed: exit code 3"
+        if cools_down
+        else "checking the health of this node, before it joins"
+    )
     assert f"{name} while {what}" in node.err
     gone(int((place.where / "there").read_text()))
 
@@ -175,6 +179,20 @@ def test_without_a_spare_the_others_continue_and_the_node_joins_again(place: Pla
     bad = fail(place, "b")
     kill(victim)
     a.until(r"^up 0 1 0 \d+$", before + 1)
+    b.until("failed 2 times in a row")
+    bad.unlink()
+    for node in (a, b):
+        up_with(node, 2, times=2)
+    finish(a, b)
+
+
+def test_in_a_run_of_a_fixed_size_the_others_wait_for_the_node(place: Place) -> None:
+    words = ["--max-restarts=1", "--health-check", WELL, *BRIEF, place.script(STAY)]
+    a, b = (place.node(name, *words) for name in "ab")
+    up_with(a, 2)
+    _, victim = up_with(b, 2)
+    bad = fail(place, "b")
+    kill(victim)
     b.until("failed 2 times in a row")
     bad.unlink()
     for node in (a, b):

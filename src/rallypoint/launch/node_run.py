@@ -133,7 +133,7 @@ class NodeRun:
     def _begun(self, _: bool) -> None:
         self._has_begun = True
 
-    def _opened(self) -> None:
+    def opened(self) -> None:
         """Wait for the replies to the requests of `attach`."""
         self._opening.wait()
         self._wakeup.interruptible(self.run_state.confirm)
@@ -203,7 +203,7 @@ class NodeRun:
             with contextlib.suppress(RallypointError):
                 self._opening.wait()  # before the next `attach`: the requests may have reached the server
             raise
-        self._opened()
+        self.opened()
         self.run_state.enter_round(entering, joined.store, self.rendezvous.node)
         self._events.node = self.rendezvous.node
         self.monitor.attach(self.store, self.rendezvous.node)
@@ -370,6 +370,6 @@ class NodeRun:
         return "this node is a spare" if status.phase == "formed" else status.reason
 
     def _report_wait(self, waiting: Waiting) -> None:
-        self._opened()
+        self.opened()
         self.monitor.reporter.state("waiting", waiting.reason)
         self._events.waits(f"this node has waited {waiting.waited_s:.0f} s: {waiting.reason}")

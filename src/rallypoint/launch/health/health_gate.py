@@ -151,6 +151,7 @@ class HealthGate:
         """
         if not self._due:
             return
+        self._run.opened()
         name = self._events.node or f"{socket.gethostname()} (pid {os.getpid()})"
         self._run.monitor.attach(self._run.store, name)
         with self._events.status(lambda: self._run.held):
@@ -177,7 +178,7 @@ class HealthGate:
         return decide(self._rules, situation)
 
     def _carry_out(self, decision: HealthDecision) -> None:
-        self._run.held = decision.reason
+        self._run.held = f"{'out of the run: ' * isinstance(decision, CoolDown)}{decision.reason}"
         if isinstance(decision, RunCheck):
             self.begin()
         elif isinstance(decision, WaitForCheck):
