@@ -87,8 +87,7 @@ def follow(agents: Sequence[subprocess.Popen[str]], victim: Victim | None, withi
         raise Hung(f"not over after {within_s:.0f} s\n{stacks(agents)}\n{''.join(said)}") from None
     finally:
         for agent in agents:
-            agent.kill()
-            agent.wait(AMPLE_S)
+            _end(agent)
 
 
 def stacks(agents: Sequence[subprocess.Popen[str]]) -> str:
@@ -127,6 +126,16 @@ def worker_pids(agent: int) -> Iterator[tuple[int, int]]:
             parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
             if parent == agent and (found := re.search(rb"(?:^|\0)RANK=(\d+)\0", (entry / "environ").read_bytes())):
                 yield int(found[1]), int(entry.name)
+
+
+def _end(agent: subprocess.Popen[str]) -> None:
+    """Kill an agent, and its workers: those of torchrun outlive it."""
+    workers = [pid for _, pid in worker_pids(agent.pid)] if agent.poll() is None else []
+    agent.kill()
+    agent.wait(AMPLE_S)
+    for pid in workers:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _kill(agents: Sequence[subprocess.Popen[str]], rank: int) -> int:
