@@ -1,4 +1,4 @@
-"""Count to 300 with all workers in step. A job whose workers or nodes are killed goes on where it was.
+"""Count to 600 with all workers in step. A job whose workers or nodes are killed goes on where it was.
 
 rallypoint run --nproc-per-node 2 --max-restarts 3 examples/count.py
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import rallypoint
 
 parser = argparse.ArgumentParser()
-parser.add_argument("--steps", type=int, default=300)
+parser.add_argument("--steps", type=int, default=600)
 parser.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()), help="for the checkpoint of each node")
 told = parser.parse_args()
 

@@ -16,7 +16,9 @@ HOME = "it writes to the home directory; tests press Tab in a shell of their own
 
 NOT_RUN = {
     ("README.md", "python3 -m venv"): INDEX,
+    ("docs/install.md", "python3 -m venv"): INDEX,
     ("docs/tutorial/one-node.md", "python3 -m venv"): INDEX,
+    ("docs/tutorial/security.md", "pip install"): INDEX,
     ("docs/tutorial/etcd.md", "apt-get install"): INDEX,
     ("docs/how-to/jax.md", "pip install jax"): JAX,
     ("docs/how-to/slurm.md", "#!/bin/bash"): SCHEDULER,

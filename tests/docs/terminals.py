@@ -85,14 +85,15 @@ class Terminal:
     def expect(self, shown: list[str], command: str) -> dict[str, str]:
         """Wait until the command has printed these lines, or has ended; return which process ids they name."""
         wanted = [line for line in shown if line not in ("^C", "...")]
-        if shown and not wanted:
+        if shown == ["..."]:
             return {}
         goes_on = command.endswith("&")
 
         def is_done() -> bool:
             return (self._ended() and not goes_on) or (bool(wanted) and not self._missing(wanted))
 
-        self._wait(is_done, command)
+        if wanted or not shown:
+            self._wait(is_done, command)
         missing = self._missing(wanted)
         assert not missing, f"$ {command}\n" + "\n".join(self._lines[self._begin :]) + f"\nmissing: {missing}"
         if "^C" in shown:
