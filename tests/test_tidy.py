@@ -129,7 +129,7 @@ LARGE: dict[str, tuple[int, str]] = {
         "one protocol's end: requests, replies, the way to the log",
     ),
     "src/rallypoint/launch/round_loop.py": (315, "one loop: every event, and what each decision does"),
-    "src/rallypoint/launch/node_run.py": (380, "one node's side of a run: joining, leaving, and what the agents share"),
+    "src/rallypoint/launch/node_run.py": (345, "one node's side of a run: joining, leaving, and what the agents share"),
     "src/rallypoint/core/objects.py": (320, "all machines of a namespace, and the calls that wait on them"),
     "src/rallypoint/core/machines/barrier.py": (310, "one machine: its commands, its state, and what each does to it"),
     "src/rallypoint/etcd/local/cluster.py": (310, "one cluster: its file, its members, and every step of up and down"),

@@ -43,13 +43,16 @@ def test_answers_are_those_of_the_single_calls(store: rallypoint.Store) -> None:
         counts = [batch.add(view, "n", 5), batch.add(view, "n", -2)]
         lease = batch.lease(view, "mine", b"here")
         found = [batch.check(view, keys) for keys in (["k", "mine"], ["k", "missing"])]
-        keys = batch.list_keys(view)
+        keys, marks = batch.list_keys(view), batch.list_keys(view, "mi")
+        values = [batch.get(view, key) for key in ("k", "missing")]
+        swapped = batch.compare_set(view, "once", "", "first"), batch.compare_set(view, "once", "", "second")
         assert store.num_keys() == 0, "nothing is sent before the block ends"
     assert [count.value for count in counts] == [5, 3] and [one.value for one in found] == [True, False]
-    assert keys.value == ["k", "mine", "n"]
+    assert (keys.value, marks.value) == (["k", "mine", "n"], ["ne"])
+    assert [one.value for one in values] == [b"v", None] and [one.value for one in swapped] == [b"first", b"first"]
     with Batch(store) as batch:
         released, deleted = batch.release(lease.value), batch.delete_prefix(view, "")
-    assert (released.value, deleted.value, store.num_keys()) == (True, 2, 0)
+    assert (released.value, deleted.value, store.num_keys()) == (True, 3, 0)
 
 
 def test_a_watch_begins_with_its_request(store: rallypoint.Store) -> None:

@@ -11,10 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Container, Sequence
-from functools import partial
+from collections.abc import Container
 
-from rallypoint import net
 from rallypoint.core.machines.machine import Waiting
 from rallypoint.core.policy.restart_policy import RoundProgress
 from rallypoint.deadline import Deadline
@@ -25,10 +23,11 @@ from rallypoint.launch.failures import Failure, server_failure
 from rallypoint.launch.job import Job
 from rallypoint.launch.monitoring.node_monitor import NodeMonitor
 from rallypoint.launch.preemption.leaving import close_if_preempted
-from rallypoint.launch.round_spec import NodeInfo, RoundSpec, exchange_node_info
-from rallypoint.launch.run_state import RunState
+from rallypoint.launch.round_entry import RoundEntry
+from rallypoint.launch.round_spec import RoundSpec
+from rallypoint.launch.run_state import RunState, failure_in
 from rallypoint.launch.stores.interruptible_store import interruptible_view
-from rallypoint.launch.stores.store_provider import StoreProvider, address_in, rank0_address
+from rallypoint.launch.stores.store_provider import StoreProvider
 from rallypoint.launch.stores.store_search import READ_S, StoreSearch
 from rallypoint.launch.wakeup_pipe import WakeupPipe
 from rallypoint.recipes import rendezvous_batch
@@ -40,9 +39,6 @@ __all__ = ["FAILED", "SUCCEEDED", "NodeRun"]
 
 SUCCEEDED, FAILED = "succeeded", "failed"
 """The results of a run."""
-
-REPORT_S = 10.0
-"""How often a wait is reported."""
 
 LEAVE_S = 5.0
 """Time limit of leaving the run."""
@@ -66,7 +62,6 @@ class NodeRun:
         self._round: Round | None = None
         self._provider: StoreProvider | None = None
         self._server_id: bytes | None = None
-        self._reported_s = 0.0
         self._opening: Batch
         self._has_begun = False
         """Whether a closed run of this id has been opened again if it was to be: once, before the first join."""
@@ -175,8 +170,9 @@ class NodeRun:
         while True:
             with self._events.status(self._waiting_reason):
                 joined, entering = self._join()
+                entry = RoundEntry(self._job, self._events, joined, self.rendezvous, self._stores)
                 try:
-                    infos, master = self._wakeup.interruptible(partial(self._exchange, joined), patience_s=0.0)
+                    self._wakeup.interruptible(entry.exchange, patience_s=0.0)
                 except (MeetingError, ConnectionLost) as error:
                     if not isinstance(error, MeetingError) and not self._stores.failure_reason():
                         raise
@@ -184,13 +180,14 @@ class NodeRun:
                     self._events.say("rejoin", f"round {joined.number} failed to start: {error}")
                     continue
             entering.wait()
-            self._members = [one.node for one in infos]
+            self._members = entry.members
             with Batch(self.store) as entering:
                 self._liveness.enter(entering, self.store, self._members, joined.rank)
                 if self._must_count:
                     self.run_state.count_restarts(entering)
             self._wakeup.interruptible(self._liveness.confirm)
-            return self._spec(joined, infos, master)
+            self.monitor.reporter.restarts = self.run_state.used
+            return entry.spec(self._wakeup.interruptible(self._stores.relay), self.run_state.used)
 
     def _join(self) -> tuple[Round, Batch]:
         """Join a round, and enter it; return the batch of its first requests, to be collected once it has formed."""
@@ -212,44 +209,7 @@ class NodeRun:
             self.run_state.count_restarts(entering)
         entering.send()
         self._refund_lost_nodes()
-        self._reported_s = 0.0
         return joined, entering
-
-    def _exchange(self, joined: Round) -> tuple[Sequence[NodeInfo], net.Endpoint]:
-        """Exchange the data of the nodes of a round; return it, and the address of the round's store."""
-        run, here = self._job.run_id, self._stores
-        own = NodeInfo(self.rendezvous.node, self._job.workers, here.open_shared_port(run, joined, READ_S))
-        infos = exchange_node_info(joined, own, self._is_over, READ_S)
-        return infos, here.store_of(run, joined, infos[0].port, READ_S)
-
-    def _spec(self, joined: Round, infos: Sequence[NodeInfo], master: net.Endpoint) -> RoundSpec:
-        self.monitor.reporter.restarts = self.run_state.used
-        return RoundSpec(
-            run_id=self._job.run_id,
-            url=self._stores.url,
-            relay=self._wakeup.interruptible(self._stores.relay),
-            credentials=self._stores.for_workers,
-            scope=joined.scope,
-            number=joined.number,
-            reason=joined.reason,
-            members=self._members,
-            node_rank=joined.rank,
-            workers=[one.workers for one in infos],
-            master=master,
-            address=address_in(joined, self.rendezvous.address),
-            rank0=rank0_address(joined),
-            role=self._job.role,
-            restarts=self.run_state.used,
-            max_restarts=self._job.rules.budget,
-        )
-
-    def _is_over(self, waited_s: float, missing: Sequence[str]) -> bool:
-        """Report which nodes of a new round are missing, and return whether the round is over."""
-        late = f"node rank{'s' * (len(missing) > 1)} {', '.join(missing)}" if missing else ""
-        if late and waited_s >= self._reported_s + REPORT_S:
-            self._reported_s = waited_s
-            self._events.waits(f"waited {waited_s:.0f} s in a new round for the number of workers of {late}")
-        return self.rendezvous.changed.is_set()
 
     def rejoin_finished(self) -> None:
         """Rejoin a round in which this node is done, after a reconnect; if another round forms, join that one."""
@@ -270,6 +230,13 @@ class NodeRun:
             done = self.run_state.finish(batch, self.rendezvous.node)
         self._events.say("done", "announced that this node is done", as_text=False)
         return RoundProgress(self._members, (), done=done.value).all_done
+
+    def check(self) -> tuple[Status, Failure | None]:
+        """Return the state of the run, and the failure for which all nodes stop, if any."""
+        with Batch(self.store) as batch:
+            status = rendezvous_batch.status(self.rendezvous, batch)
+            cause = self.run_state.ask_cause(batch)
+        return status.value, failure_in(cause)
 
     def progress(self, status: Status | None = None) -> RoundProgress:
         """Return which nodes of this round are alive, waiting and done."""
@@ -294,9 +261,11 @@ class NodeRun:
 
     def announce_failure(self, failures: Container[Failure]) -> None:
         """Notify all agents of a failure; if it is one of `failures`, it used a restart: remember possible causes."""
-        self.run_state.notify()
-        if self.run_state.cause() in failures:
-            self._suspects = set(self._members).difference(self.run_state.done())
+        with Batch(self.store) as batch:
+            self.run_state.notify(batch)
+            cause, done = self.run_state.ask_cause(batch), self.run_state.ask_done(batch)
+        if failure_in(cause) in failures:
+            self._suspects = set(self._members).difference(done.value)
 
     def store_lost(self, failed: bool = False) -> Failure | None:
         """If the store of this node's workers is lost, tell all nodes to stop, and return it as their failure.
@@ -308,8 +277,7 @@ class NodeRun:
         if not how:
             return None
         cause = server_failure(self.rendezvous.node, how)
-        self.run_state.set_cause(cause)
-        self.run_state.notify()
+        self.run_state.announce(cause)
         return cause
 
     def _refund_lost_nodes(self) -> None:

@@ -68,6 +68,9 @@ class RoundLoop:
         """Ranks to start, each group with its start time, earliest first."""
 
         self._is_over = False
+        self._closed_with: str | None = None
+        """The result of the run, once it is closed."""
+
         self._check_by: Deadline | None = None
         """When to check the round again; set only on a node that has left it and receives no notifications."""
 
@@ -167,7 +170,7 @@ class RoundLoop:
             return self.result.fail(decision.reason)
         elif act == Action.END:
             self.stop()
-            return RoundEnd(self._rendezvous.status().result or SUCCEEDED, decision.reason)
+            return RoundEnd(self._closed_with or self._rendezvous.status().result or SUCCEEDED, decision.reason)
         return None
 
     # Events
@@ -217,8 +220,7 @@ class RoundLoop:
             return self._policy.restart_all(reason)
         if self._spec.node_rank and not request.node:
             return Decision(Action.WAIT, f"{reason}; node 0 tells all nodes")
-        self._run_state.set_cause(server_failure(self._run.rendezvous.node, reason))
-        self._run_state.notify()
+        self._run_state.announce(server_failure(self._run.rendezvous.node, reason))
         return self._policy.failed_elsewhere(reason)
 
     def _store_lost(self, failed: bool = False) -> Decision | None:
@@ -235,10 +237,10 @@ class RoundLoop:
 
     def _check_round(self) -> Decision | None:
         """Check the round and the run; return what to do, or None to continue."""
-        status = self._rendezvous.status()
+        status, cause = self._run.check()
         if status.phase == "closed":
+            self._closed_with = status.result
             return self._policy.closed(*status.reason.split(": ", 1))
-        cause = self._run_state.cause()
         if cause is not None:
             self._workers.kill(cause.hung)
             self._health.worker_failed([cause], self._spec.ranks)

@@ -76,8 +76,7 @@ class RoundResult:
         known = Deadline(LOST_S)
         is_explicable = own.pid and own.code not in self._job.rules.final_codes
         if self._spec.nodes > 1 and is_explicable:
-            self._run_state.set_cause(own)
-            self._run_state.notify()
+            self._run_state.announce(own)
             self._stop()
             self._health.begin()
             self._pause(known.remaining())

@@ -32,7 +32,7 @@ from rallypoint.recipes.join_args import quoted
 from rallypoint.store.base import Change, Lease, Store
 from rallypoint.store.batch import Answer, Batch
 
-__all__ = ["RunState"]
+__all__ = ["RunState", "failure_in"]
 
 
 class RunState:
@@ -149,13 +149,25 @@ class RunState:
         text = failure.encode()
         return bool(self._round.compare_set("failure", "", text) == text.encode())
 
+    def announce(self, failure: Failure) -> None:
+        """Record the failure for which all nodes stop, unless there is one, and notify all agents."""
+        with Batch(self._store) as batch:
+            batch.compare_set(self._round, "failure", "", failure.encode())
+            self.notify(batch)
+
     def refund(self) -> None:
         """Give back one restart: its failure was not the worker's fault."""
         self._count(-1)
 
+    def ask_cause(self, batch: Batch) -> Answer[bytes | None]:
+        """Ask for the failure for which all nodes stop: pass the answer to `failure_in`."""
+        return batch.get(self._round, "failure")
+
     def cause(self) -> Failure | None:
         """Return the failure for which all nodes stop, or None."""
-        return Failure.decode(self._round.get("failure")) if self._round.check(["failure"]) else None
+        with Batch(self._store) as batch:
+            found = self.ask_cause(batch)
+        return failure_in(found)
 
     def claim_hang(self, node: str, patience_s: float) -> bool:
         """Return whether this node is to look for hanging ranks: the first to ask is, or one after its patience."""
@@ -170,8 +182,9 @@ class RunState:
 
     def failure(self) -> Failure | None:
         """Return the failure that ended the run, or None."""
-        key = f"{self._run}failure"
-        return Failure.decode(self._store.get(key)) if self._store.check([key]) else None
+        with Batch(self._store) as batch:
+            found = batch.get(self._store, f"{self._run}failure")
+        return failure_in(found)
 
     # Success
 
@@ -200,6 +213,11 @@ class RunState:
     def _notified(self, _: Change) -> None:
         self.notified = True
         self._on_notify()
+
+
+def failure_in(found: Answer[bytes | None]) -> Failure | None:
+    """Decode a recorded failure, if there is one."""
+    return None if found.value is None else Failure.decode(found.value)
 
 
 def _progress(text: bytes) -> tuple[int | None, int]:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from rallypoint.core import ops
+from rallypoint.core.records import TimedOut
 from rallypoint.deadline import Timeout, seconds
 from rallypoint.errors import RallypointError
 from rallypoint.store.base import Lease, Store, Watch
@@ -104,6 +105,11 @@ class Batch:
     def add(self, store: Store, key: str, amount: int) -> Answer[int]:
         """Add to a counter."""
         return self.request(ops.Add(0, store._name(key), whole_amount(key, amount)), int)
+
+    def get(self, store: Store, key: str) -> Answer[bytes | None]:
+        """Read a value as it is now; None if there is no such key."""
+        op = ops.Get(0, store._name(key), 0.0)
+        return self.request(op, lambda found: None if isinstance(found, TimedOut) else bytes(found[0]))
 
     def compare_set(self, store: Store, key: str, expected: str | bytes, desired: str | bytes) -> Answer[bytes]:
         """Write if the value equals the expected one."""
