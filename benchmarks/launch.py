@@ -43,7 +43,7 @@ PLACES = {"one core": CORES[:1], **({"two cores": CORES[:2]} if len(CORES) > 1 e
 
 UP, BACK, AGENT, OTHERS = "up", "back after a kill", "memory of the agent", "memory of the others"
 UNITS = {UP: "ms", BACK: "ms", AGENT: "MB", OTHERS: "MB"}
-TARGETS = {UP: Target(at_most=0.25), BACK: Target(at_most=0.5), AGENT: Target(at_most=0.3)}
+TARGETS = {UP: Target(at_most=0.2), BACK: Target(at_most=0.5), AGENT: Target(at_most=0.3)}
 
 
 def run(quick: bool) -> list[Line]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from queue import Queue
 
 import pytest
+from tests.raw_peer import AMPLE_S, until
 from tests.served import server_fixture
 
 import rallypoint
 from rallypoint.errors import NoQuorum, SessionLost, StoreTimeout
-from rallypoint.launch.changes import changes_of
+from rallypoint.launch.changes import ChangeListener, changes_of
 from rallypoint.store.base import Change, Watch
 
 server = server_fixture()
@@ -45,3 +47,16 @@ def test_changes_end_when_the_watch_is_closed(server: rallypoint.Server) -> None
         assert next(changes).value == b"1"
         watch.close()
         assert list(changes) == []
+
+
+def test_a_listener_misses_no_change_that_follows_it(server: rallypoint.Server) -> None:
+    """The agent does not wait for the reply: its next request causes a change, or has another client cause one."""
+    found: Queue[Change] = Queue()
+    with rallypoint.connect(server.url) as store, rallypoint.connect(server.url) as other:
+        for turn in range(100):
+            listener = ChangeListener(store, "news", found.put, "news")
+            (store if turn % 2 else other).add("news", int(store.add("turn", 1) > 0))
+            assert found.get(timeout=AMPLE_S).value == str(turn + 1).encode()
+            listener.close()
+            listener.confirm()
+            until(lambda: server.statistics()["watches"], lambda watches: not watches)

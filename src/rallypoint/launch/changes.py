@@ -37,7 +37,10 @@ class ChangeListener:
         self._watch.result()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, soon: a thread tells the server. Changes that are under way may still be handled."""
+        threading.Thread(target=self._close, name="end of a watch", daemon=True).start()
+
+    def _close(self) -> None:
         with contextlib.suppress(RallypointError):
             self._watch.result().close()
 
