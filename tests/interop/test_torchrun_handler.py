@@ -335,23 +335,21 @@ def test_two_agents_that_find_a_closed_run_share_the_new_one(make: Make, server:
     rendezvous(server).close("succeeded")
     agent = make("1:2", last_call_timeout="60", rank="0")
     other = rendezvous(server, 2, node="other", last_call=60)
-    status = agent._rendezvous.status
+    begin_anew, status = agent._rendezvous.begin_anew, agent._rendezvous.status
     found: list[Any] = []
 
-    def before_the_other() -> Any:
-        """Read the state; before the caller can act on it, the other agent opens the run and waits in it."""
-        seen = status()
+    def after_the_other() -> None:
+        """Right before the agent asks to open the run, the other one has opened it, and waits in it."""
         other.open()
         thread = threading.Thread(target=lambda: found.append(other.join(AMPLE_S)))
         thread.start()
         threads.append(thread)
         until(status, lambda now: now.waiting)
-        return seen
+        begin_anew()
 
     threads: list[threading.Thread] = []
-    agent._rendezvous.status = before_the_other
+    agent._rendezvous.begin_anew = after_the_other
     assert agent.next_rendezvous().world_size == 2
-    agent._rendezvous.status = status
     threads[0].join(AMPLE_S)
     assert found[0].world_size == 2
     other.leave()
