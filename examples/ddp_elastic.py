@@ -1,5 +1,7 @@
 """Train with PyTorch's DDP on the CPU, and go on from the last checkpoint whenever a worker dies or a node comes.
 
+When the job is preempted (`--preempt-signal`, `rallypoint runs drain`), all workers stop at one step, which is saved.
+
 rallypoint run --nproc-per-node 2 --max-restarts 100 examples/ddp_elastic.py --checkpoint /tmp/line.pt
 """
 
@@ -10,6 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+import rallypoint
 
 ROWS, WEIGHTS, BIAS = 240, [[3.0, -2.0, 0.5, 1.0]], 4.0
 
@@ -25,6 +29,13 @@ def untrained() -> tuple[torch.nn.Linear, torch.optim.Optimizer]:
     torch.manual_seed(7)
     model = torch.nn.Linear(4, 1)
     return model, torch.optim.SGD(model.parameters(), lr=0.001, momentum=0.9)
+
+
+def save(checkpoint: Path, model: torch.nn.Linear, optimizer: torch.optim.Optimizer, step: int) -> None:
+    """Write a checkpoint: the old one or the new one is there, whenever this is killed."""
+    draft = checkpoint.with_name(f"{checkpoint.name}.draft")
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, draft)
+    draft.replace(checkpoint)
 
 
 def main() -> None:
@@ -48,17 +59,22 @@ def main() -> None:
         print(f"{size} workers go on after step {step}" if step else f"{size} workers begin", flush=True)
     parallel = DistributedDataParallel(model)
     x, y = (part[rank::size] for part in data())  # ROWS can be divided by 2, 3, 4, 5 and 6: all shares weigh the same
+    worker, stops = rallypoint.worker(), False
     while step < told.steps:
+        stops = worker.should_stop(step)  # the same in all workers
+        if stops:
+            break
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(parallel(x), y).backward()
         optimizer.step()
         step += 1
         if rank == 0 and (step % told.every == 0 or step == told.steps):
-            draft = told.checkpoint.with_name(f"{told.checkpoint.name}.draft")
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step}, draft)
-            draft.replace(told.checkpoint)  # the old one or the new one, whenever we are killed
+            save(told.checkpoint, model, optimizer, step)
         time.sleep(told.pause)
-    if rank == 0:
+    if rank == 0 and stops:
+        save(told.checkpoint, model, optimizer, step)
+        print(f"stopped before step {step + 1}", flush=True)
+    elif rank == 0:
         with torch.no_grad():
             x, y = data()
             print(f"step {step}: loss {torch.nn.functional.mse_loss(model(x), y):.3e}", flush=True)
