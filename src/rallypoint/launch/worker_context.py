@@ -84,7 +84,10 @@ class Worker:
         until the other ranks have asked, too; signals are handled meanwhile.
         """
         record = self._record
-        record[STEP] = step
+        try:
+            record[STEP] = step
+        except (TypeError, ValueError):
+            raise TypeError(f"step must be an integer of at most 64 bits, not {step!r}") from None
         record[PROGRESS_AT] = monotonic_ns()
         if record[PROPOSED] != NONE:
             return wait_for_answer(record, step)

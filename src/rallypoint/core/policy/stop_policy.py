@@ -59,12 +59,11 @@ _Number = Annotated[int, Meta(ge=NONE, le=2**63 - 1)]
 
 
 class StopRequest(Struct, frozen=True, kw_only=True):
-    """Why a node leaves the run, or all nodes do (`whole`); `signal` is for ranks that do not ask."""
+    """The node that leaves the run, and why; `signal` is for ranks that do not ask."""
 
     node: _Text
     reason: _Text
     signal: _Text = "SIGTERM"
-    whole: bool = False
 
 
 class StopPhase:

@@ -14,6 +14,8 @@ from __future__ import annotations
 import signal
 from collections.abc import Callable
 
+import msgspec
+
 from rallypoint.core.policy.restart_policy import Action, Decision, RestartPolicy, WorkerExit
 from rallypoint.core.policy.stop_policy import (
     NONE,
@@ -93,7 +95,7 @@ class RoundPreemption:
             self._restart()
         if request is not None and self._keys is None:
             reason = f"{self._spec.node}: {request.reason}"
-            first = StopRequest(node=self._spec.node, reason=reason, signal=request.signal, whole=request.whole)
+            first = StopRequest(node=self._spec.node, reason=reason, signal=request.signal)
             self._begin(first)
         if self._keys is None or not (self._keys.changed or self.due is None or self.due.expired()):
             return None
@@ -205,7 +207,7 @@ class RoundPreemption:
         """Write the report, if something else than a passed step below the proposed one has changed."""
         last = self._published
         passes = report.passed is not None and report.step is not None and report.passed >= report.step
-        known = report if last is None or passes else _with_passed(report, last.passed)
+        known = report if last is None or passes else msgspec.structs.replace(report, passed=last.passed)
         if known != last:
             keys.report(self._spec.node, report)
             self._published = report
@@ -231,7 +233,9 @@ class RoundPreemption:
         late_too = self._leaves_by is not None and self._leaves_by.expired()
         if state.phase != StopPhase.OVER and not late_too:
             return None
-        if self._wakeup.preempted is not None:
+        own = self._wakeup.preempted
+        if own is not None:
+            self._wakeup.preempted = own._replace(reason=f"{own.reason}: {state.reason}")  # for the end of the run
             return Decision(Action.PREEMPTED, f"{state.request.reason}: {state.reason}; this node leaves")
         return Decision(Action.REJOIN, f"{state.request.reason}: {state.reason}; no restart is used")
 
@@ -248,17 +252,6 @@ class RoundPreemption:
         if numbers is None:
             return RankStop(rank, NONE, NONE, False)
         return RankStop(rank, numbers[PASSED], numbers[ACCEPTED], numbers[STOPPED] != NONE)
-
-
-def _with_passed(report: NodeStop, passed: int | None) -> NodeStop:
-    return NodeStop(
-        step=report.step,
-        passed=passed,
-        asking=report.asking,
-        unaccepted=report.unaccepted,
-        others=report.others,
-        stopped=report.stopped,
-    )
 
 
 def _is_signal(name: str) -> bool:
