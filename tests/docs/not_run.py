@@ -25,6 +25,7 @@ NOT_RUN = {
     ("docs/how-to/slurm.md", "rallypoint status"): SCHEDULER,
     ("docs/how-to/slurm.md", "srun "): SCHEDULER,
     ("docs/clusters.md", "#!/bin/bash"): SCHEDULER,
+    ("docs/clusters.md", "srun "): SCHEDULER,
     ("docs/clusters.md", "mpirun "): SCHEDULER,
     ("docs/clusters.md", "rallypoint run --hosts"): HOSTS,
     ("docs/cli.md", "export RALLYPOINT_URL="): SCHEDULER,
