@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import queue
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from urllib.request import urlopen
 
 import pytest
 from tests.launch.runs import Place
 from tests.raw_peer import AMPLE_S, until
 
 import rallypoint
+from rallypoint.core.run_keys import report_key
 from rallypoint.core.run_report import NodeReport, decode_report
 from rallypoint.launch.job import Job, WorkerCommand
 from rallypoint.launch.monitoring import node_reporter
-from rallypoint.launch.monitoring.node_reporter import NodeReporter, report_key
+from rallypoint.launch.monitoring.node_reporter import NodeReporter
 from rallypoint.launch.monitoring.worker_records import WorkerRecords
 from rallypoint.launch.worker_context import Worker
 
@@ -52,6 +55,23 @@ def report_of(store: rallypoint.Store, run: str, node: str, is_it: Callable[[Nod
     report = until(look, lambda report: report is not None and is_it(report))
     assert report is not None
     return report
+
+
+def test_the_status_shows_the_ranks_of_a_node_with_any_name(place: Place) -> None:
+    name = "rack:1/%node 0"
+    with rallypoint.Server() as server:
+        words = ["--store", server.url, "--rdzv-id", "run", "--node", name, place.script(STEPS)]
+        node = place.run(*words)
+        pids = node.up(0, world=1)
+
+        def shown() -> list[tuple[str, list[int]]]:
+            with urlopen(f"http://127.0.0.1:{server.port}/status") as page:
+                runs = json.load(page)["runs"]
+            return [(one["node"], [rank["pid"] for rank in one["ranks"]]) for run in runs for one in run["nodes"]]
+
+        until(shown, lambda nodes: nodes == [(name, [pids[0]])])
+        node.signal("SIGUSR1")
+        assert node.end() == 0
 
 
 def test_a_node_reports_its_round_its_ranks_and_their_steps(place: Place) -> None:

@@ -6,11 +6,10 @@ from typing import Any
 
 from tests.server.peers import NativePeer, native_peer, settle
 
-from rallypoint.core import ops
+from rallypoint.core import ops, run_keys
 from rallypoint.core.machines import barrier, exchange, lock, membership
 from rallypoint.core.machines.rendezvous import RendezvousJoin
 from rallypoint.core.policy.round_policy import NodeLimits
-from rallypoint.core.run_keys import quoted, report_prefix
 from rallypoint.core.run_report import FailureReport, NodeReport, RankReport, encode_report
 from rallypoint.server.server import StoreServer
 from rallypoint.server.status.builder import StatusBuilder
@@ -81,7 +80,7 @@ ACQUIRE, GROUP_JOIN = lock.LockAcquire(), membership.MembershipJoin()
 
 def report_key(run: str, node: str) -> bytes:
     """Return the key of a report, as a store without a prefix has it."""
-    return f"/{report_prefix(run)}{quoted(node)}".encode()
+    return f"/{run_keys.report_key(run, node)}".encode()
 
 
 def report(run: str, node: str, *ranks: RankReport, failure: FailureReport | None = None, **more: Any) -> bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-__all__ = ["quoted", "report_prefix"]
+__all__ = ["quoted", "report_key", "report_prefix"]
 
 
 def quoted(name: str) -> str:
@@ -13,3 +13,8 @@ def quoted(name: str) -> str:
 def report_prefix(run_id: str) -> str:
     """Return the prefix of the reports of a run's nodes (`run_report.py`)."""
     return f"run:{quoted(run_id)}/node:"
+
+
+def report_key(run_id: str, node: str) -> str:
+    """Return the key of a node's report."""
+    return f"{report_prefix(run_id)}{quoted(node)}"

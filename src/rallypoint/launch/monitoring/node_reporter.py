@@ -18,6 +18,7 @@ from collections.abc import Callable
 
 import msgspec
 
+from rallypoint.core.run_keys import report_key
 from rallypoint.core.run_report import FailureReport, HealthReport, NodeReport, RankReport, encode_report
 from rallypoint.errors import RallypointError
 from rallypoint.launch.failures import Failure
@@ -25,21 +26,16 @@ from rallypoint.launch.job import Job
 from rallypoint.launch.monitoring.stack_dump import STOPPED, process_state
 from rallypoint.launch.monitoring.worker_records import WorkerEntry
 from rallypoint.launch.workers.worker_group import WorkerGroup
-from rallypoint.recipes.join_args import address_of, quoted
+from rallypoint.recipes.join_args import address_of
 from rallypoint.store.base import Lease, Store
 
-__all__ = ["NodeReporter", "report_key"]
+__all__ = ["NodeReporter"]
 
 SOONEST_S, LATEST_S = 1.0, 5.0
 """The shortest and the longest time between two reports of a node, in a run of a few nodes."""
 
 WRITES_PER_S = 200.0
 MAX_TEXT, MAX_LONG_TEXT = 500, 16 * 1024
-
-
-def report_key(run_id: str, node: str) -> str:
-    """Return the key of a node's report."""
-    return f"run:{quoted(run_id)}/node:{node}"
 
 
 class NodeReporter:
