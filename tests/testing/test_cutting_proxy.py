@@ -80,7 +80,7 @@ def read(sock: socket.socket, size: int) -> bytes:
     return data
 
 
-@pytest.mark.parametrize("size", [0, 1, 7, 99])
+@pytest.mark.parametrize("size", [0, 1, 7, 99, 100])
 def test_a_connection_is_cut_after_exactly_so_many_bytes(size: int, proxy: CuttingProxy, echo: EchoServer) -> None:
     with dial(proxy) as sock:
         sock.sendall(b"x")

@@ -163,21 +163,22 @@ def test_a_frozen_process_loses_its_session_and_is_started_again() -> None:
 
 def test_a_crashed_process_does_nothing_more() -> None:
     """Not even what its code does when it is cleaned up, as the end of an `async with` block."""
-    ended: list[int] = []
+    ended: list[SimulatedProcess] = []
 
     async def work(process: SimulatedProcess) -> None:
         try:
             for _ in range(20):
                 await process.sleep(0.5)
         finally:
-            before = process.starts
+            await process.sleep(0)
+            ended.append(process)
             await process.store.set("cleaned up", "1")
-            ended.append(before)
 
     for seed in range(40):
+        before: list[SimulatedProcess] = []
+        result = simulate(work, 2, seed=seed, check=lambda _, before=before: before.extend(ended))  # type: ignore[misc]
+        assert ended == before, "the clean-up is after the check"
         ended.clear()
-        result = simulate(work, 2, seed=seed)
-        assert len(ended) == 2, "each rank has one process that reaches its end"
         assert result.value("cleaned up") == b"1"
 
 
