@@ -7,6 +7,7 @@ import importlib.metadata
 import os
 import platform
 import resource
+import subprocess
 import sys
 import time
 import traceback
@@ -63,6 +64,9 @@ SUBJECTS = {
     "startup": startup,
     "status": status,
 }
+ROOT = Path(__file__).resolve().parents[1]
+BEFORE = "RALLYPOINT_BEFORE"
+"""The variable that names a checkout of our own code to compare with."""
 
 
 def main() -> int:
@@ -114,11 +118,19 @@ def machine(took_s: float, load: float) -> str:
     model = models[0].partition(":")[2].strip() if models else platform.machine()
     alone = ", ONE CORE ONLY: clients on a core of their own could not be measured" if len(CORES) == 1 else ""
     packages = ", ".join(version(name) for name in ("torch", "uvloop", "redis"))
+    before = f"; `before` is commit {commit(Path(os.environ[BEFORE]))}" if BEFORE in os.environ else ""
     return (
-        f"*Measured {time.strftime('%Y-%m-%d %H:%M')}, in {took_s:.0f} s, on {len(CORES)} core{'s' * (len(CORES) > 1)} "
-        f"of {model}{alone}, Linux {platform.release()}, Python {platform.python_version()}, {packages}; load before "
-        f"it {load:.1f}.*"
+        f"*Measured {time.strftime('%Y-%m-%d %H:%M')}, commit {commit(ROOT)}, in {took_s:.0f} s, on {len(CORES)} "
+        f"core{'s' * (len(CORES) > 1)} of {model}{alone}, Linux {platform.release()}, "
+        f"Python {platform.python_version()}, {packages}{before}; load before it {load:.1f}.*"
     )
+
+
+def commit(checkout: Path) -> str:
+    """Return the commit of a checkout, with a plus sign if files were changed; "unknown" without git."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--exclude=*"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
 
 
 def version(name: str) -> str:

@@ -53,6 +53,7 @@ COMPARED = """
 | the machine of the store dies | the job is lost | with `--store etcd://…` it goes on after {vanished.ours} |
 | `--max-restarts 3` on eight nodes | each agent counts its own restarts | 3 restarts for the whole job |
 | a worker raises an exception | its traceback, if the script uses `record` | the first failure, with its traceback |
+| a node is preempted | its workers get the signal, at any step | all ranks stop at one step; exit code 75 |
 | the agent is killed by SIGKILL | its workers keep running | its workers are killed |
 | 64 nodes form a round | {round.theirs} | {round.ours} |
 | 1,000 ranks exchange 100 bytes each | {exchange.theirs} | {exchange.ours} |

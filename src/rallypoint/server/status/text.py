@@ -96,7 +96,7 @@ def _run(run: RunStatus) -> Iterator[str]:
     when = f" for {duration(run.round_s)}" if run.round_s is not None else ""
     what = f"{run.phase} ({run.result})" if run.result else run.phase
     yield f"run {run.run}: {what}, round {run.round}{when}: {run.reason}"
-    facts = [f"{len(run.nodes) + run.more_nodes} nodes ({_limits(run)})" if run.max_nodes else ""]
+    facts = [f"{_count(len(run.nodes) + run.more_nodes, 'node')} ({_limits(run)})" if run.max_nodes else ""]
     facts.append(_count(run.ranks, "rank") if run.ranks else "")
     if run.restarts is not None:
         facts.append(f"{run.restarts} of {run.restart_budget} restarts used")
