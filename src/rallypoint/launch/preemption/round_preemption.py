@@ -123,8 +123,11 @@ class RoundPreemption:
     def holds(self, status: Status) -> bool:
         """Return whether ranks go on to the agreed step although the round is over: no node that they need was lost."""
         self.holds_round = False
-        if self._keys is None or self._leaves_by is not None or self._phase in ("", StopPhase.OVER):
+        if self._keys is None or self._leaves_by is not None:
             return False
+        if self._keys.state is not None and self._keys.state.phase == StopPhase.OVER:
+            self.holds_round = True  # the next look ends it, with the reason
+            return True
         progress = self._run.progress(status)
         lost = set(progress.members).difference(progress.living, progress.done)
         self.holds_round = not lost or all(self._record(rank).stopped for rank in self._policy.running)
@@ -136,10 +139,6 @@ class RoundPreemption:
             self._keys.close()
 
     # Inside
-
-    @property
-    def _phase(self) -> str:
-        return "" if self._keys is None or self._keys.state is None else self._keys.state.phase
 
     def _restart(self) -> None:
         """Begin again with another session: what this node knew of the old one's keys may be old."""
