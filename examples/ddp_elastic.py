@@ -7,6 +7,7 @@ rallypoint run --nproc-per-node 2 --max-restarts 100 examples/ddp_elastic.py --c
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -38,6 +39,14 @@ def save(checkpoint: Path, model: torch.nn.Linear, optimizer: torch.optim.Optimi
     draft.replace(checkpoint)
 
 
+def whether_to_stop() -> Callable[[int], bool]:
+    """Return a function that says whether to stop before a step; under torchrun there is nobody who asks for that."""
+    try:
+        return rallypoint.worker().should_stop
+    except rallypoint.NotLaunched:
+        return lambda step: False
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--checkpoint", type=Path, required=True, help="a file that all nodes see")
@@ -59,9 +68,9 @@ def main() -> None:
         print(f"{size} workers go on after step {step}" if step else f"{size} workers begin", flush=True)
     parallel = DistributedDataParallel(model)
     x, y = (part[rank::size] for part in data())  # ROWS can be divided by 2, 3, 4, 5 and 6: all shares weigh the same
-    worker, stops = rallypoint.worker(), False
+    should_stop, stops = whether_to_stop(), False
     while step < told.steps:
-        stops = worker.should_stop(step)  # the same in all workers
+        stops = should_stop(step)  # the same in all workers
         if stops:
             break
         optimizer.zero_grad()
