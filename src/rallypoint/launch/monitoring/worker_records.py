@@ -53,7 +53,7 @@ TOKEN_FILE = "token"
 HOOK = str(Path(__file__).parent / "hook")
 """The directory of the hook that Python workers import at start-up."""
 
-_RECORD = struct.Struct("=5q24x5q24x")
+_RECORD = struct.Struct("@5q24x5q24x")  # native: numbers are read whole, not byte by byte while they change
 _NO_STEPS = [NONE] * len(range(*STOP_NUMBERS))
 
 DUMP_SIGNAL: int = getattr(signal, "SIGRTMIN", -7) + 7
