@@ -64,15 +64,13 @@ def main() -> None:
         model.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
         step = saved["step"]
+    should_stop = whether_to_stop()
+    stops = should_stop(step)  # the same in all workers; who never asks is killed instead
     if rank == 0:
         print(f"{size} workers go on after step {step}" if step else f"{size} workers begin", flush=True)
     parallel = DistributedDataParallel(model)
     x, y = (part[rank::size] for part in data())  # ROWS can be divided by 2, 3, 4, 5 and 6: all shares weigh the same
-    should_stop, stops = whether_to_stop(), False
-    while step < told.steps:
-        stops = should_stop(step)  # the same in all workers
-        if stops:
-            break
+    while step < told.steps and not stops:
         optimizer.zero_grad()
         torch.nn.functional.mse_loss(parallel(x), y).backward()
         optimizer.step()
@@ -80,6 +78,7 @@ def main() -> None:
         if rank == 0 and (step % told.every == 0 or step == told.steps):
             save(told.checkpoint, model, optimizer, step)
         time.sleep(told.pause)
+        stops = step < told.steps and should_stop(step)
     if rank == 0 and stops:
         save(told.checkpoint, model, optimizer, step)
         print(f"stopped before step {step + 1}", flush=True)
