@@ -47,7 +47,7 @@ COMPARED = """
 |---|---|---|
 | start two workers that import nothing | {up.theirs}: it imports torch first | {up.ours} |
 | restart after a worker is killed | {back.theirs} | {back.ours}: it does not poll |
-| memory of the agent | {agent.theirs} | {agent.ours}, and {others.ours} for its two child processes |
+| memory of the agent | {agent.theirs} | {agent.ours}, and {others.ours} for its other processes |
 | a node is lost | {node.theirs} until training goes on | {node.ours}, with `--rdzv-backend=rallypoint` |
 | the node that started the store dies | the job is lost | the job goes on: the server is a process of its own |
 | the machine of the store dies | the job is lost | with `--store etcd://…` it goes on after {vanished.ours} |
