@@ -39,13 +39,15 @@ say("finished", rank)
 MIXED = """
 import rallypoint
 on("SIGUSR1", lambda: (say("signal", rank), os._exit(3)))
-say("on", rank)
 for step in range(10**9):
     if rank == 3:
+        say("on", rank)
         hang()  # as a server for the others
     if rallypoint.worker().should_stop(step):
         say("stopped", rank, step)
         sys.exit()
+    if step == 0:
+        say("on", rank)  # it has asked
     time.sleep(0.01)
 """
 NOBODY, ENDLESS = -1, 10**9

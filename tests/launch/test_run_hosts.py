@@ -78,10 +78,12 @@ class Scene:
         """End the cut."""
         self._places[self.cut.side].mend()
 
-    def last(self) -> None:
-        """Have the cut last as long as it is to."""
+    def last(self, *noticed: tuple[Node, str]) -> None:
+        """Have the cut last as long as it is to, and if it can be noticed, until these nodes have said these words."""
         self.off()
         time.sleep(self.cut.seconds)
+        for node, words in noticed if self.noticed else ():
+            node.until(words)
         self.on()
 
     def both_wait(self) -> None:
@@ -100,11 +102,9 @@ def starting(scene: Scene) -> None:
     """The host has no network yet when its agent starts, and the other waits for it, or has no other to wait for."""
     scene.off()
     a, b = scene.start("a", "2"), scene.start("b", "2")
-    scene.last()
+    scene.last((b, f"no server answers at host-a:{PORT} yet"), (a, "1 of at least 2 nodes"))
     for node in (a, b):
         node.until(r"^up \d 2 0 ")
-    if scene.noticed:
-        assert f"no server answers at host-a:{PORT} yet" in b.err and "1 of at least 2 nodes" in a.err
     end(a, b)
 
 

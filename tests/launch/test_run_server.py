@@ -118,7 +118,7 @@ def test_who_is_not_the_host_waits_for_who_is() -> None:
 
 
 def test_one_that_ends_just_then_is_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_server, "ATTEMPT_S", 0.1)
+    monkeypatch.setattr(run_server, "ATTEMPT_S", 1.0)
     serve, calls = master.serve, []
 
     def found_as_it_ends(*arguments: object) -> rallypoint.Server | None:
@@ -127,7 +127,7 @@ def test_one_that_ends_just_then_is_started_again(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(master, "serve", found_as_it_ends)
     with found("127.0.0.1", reserve_port()) as (store, _):
-        assert len(calls) == 2 and store.add("came", 1) == 1
+        assert len(calls) > 1 and store.add("came", 1) == 1
 
 
 def test_nobody_answers() -> None:
