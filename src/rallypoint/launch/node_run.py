@@ -241,8 +241,8 @@ class NodeRun:
     def progress(self, status: Status | None = None) -> RoundProgress:
         """Return which nodes of this round are alive, waiting and done."""
         with Batch(self.store) as batch:
+            asked = rendezvous_batch.status(self.rendezvous, batch)  # first: a node that leaves in between was done
             done = self.run_state.ask_done(batch)
-            asked = rendezvous_batch.status(self.rendezvous, batch)
         status = status or asked.value
         return RoundProgress(self._members, list(status.nodes), status.waiting, done.value)
 
