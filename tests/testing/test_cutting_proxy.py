@@ -177,6 +177,14 @@ def test_a_proxy_that_is_down(how: str, proxy: CuttingProxy) -> None:
         assert sock.recv(1) == b"x"
 
 
+def test_nobody_else_gets_the_port_in_an_outage(proxy: CuttingProxy) -> None:
+    """Neither another test, nor a client that tries to reconnect and would be given it as its own port."""
+    proxy.go_down(REFUSES)
+    with socket.socket() as other, pytest.raises(OSError, match="in use"):
+        other.bind(("127.0.0.1", proxy.port))
+    proxy.come_back()
+
+
 def test_refusing_leaves_existing_connections_alone(proxy: CuttingProxy) -> None:
     with dial(proxy) as old:
         old.sendall(b"x")
@@ -253,7 +261,7 @@ def test_a_bad_upstream_is_named(upstream: Any, error: type[Exception], says: st
 def test_bad_arguments_are_named(proxy: CuttingProxy) -> None:
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: proxy.cut_after("left", 1), "way must be 'up' or 'down', not 'left'"),
-        (lambda: proxy.cut_after(UP, -1), "size must not be negative"),
+        (lambda: proxy.cut_after(UP, -1), "size must be at least 0 bytes, got -1"),
         (lambda: proxy.cut_randomly(1, 0), "most must be at least 1"),
         (lambda: proxy.go_down("dead"), "how must be 'refuses', 'hangs up' or 'silent', not 'dead'"),
         (lambda: proxy.hold("both"), "way must be"),
@@ -262,4 +270,7 @@ def test_bad_arguments_are_named(proxy: CuttingProxy) -> None:
     ]
     for call, says in wrong:
         with pytest.raises(ValueError, match=says):
+            call()
+    for call, name in ((lambda: proxy.cut_after(UP, 1.5), "size"), (lambda: proxy.cut_randomly(1, "9"), "most")):  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match=f"{name} must be a number of bytes, not"):
             call()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -166,6 +167,10 @@ def test_an_error_of_a_condition_is_raised(server: InProcessServer) -> None:
     assert server.statistics()["waiting"] == 0
 
 
+def test_a_condition_may_ask_the_server(server: InProcessServer) -> None:
+    server.wait_until(lambda statistics: server.statistics()["waiting"] == statistics["waiting"])
+
+
 def test_a_condition_ends_when_the_server_is_killed(server: InProcessServer) -> None:
     seen = threading.Event()
 
@@ -207,11 +212,27 @@ def test_a_server_that_is_down_has_no_statistics(server: InProcessServer) -> Non
         ({"recovery": 1e9, "durable": True}, ValueError, "recovery must be at most"),
         ({"max_memory": 10}, ValueError, "max_memory must be at least 1048576 bytes, got 10"),
         ({"max_memory": "1G"}, TypeError, "max_memory must be a number of bytes"),
+        ({"clock": 60}, TypeError, "clock must be a VirtualClock, not 60"),
+        ({"credentials": "secret"}, TypeError, "credentials must be Credentials$"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         InProcessServer(**options)
+
+
+def test_a_forked_child_is_told_that_the_server_is_its_parents(server: InProcessServer) -> None:
+    child = os.fork()
+    if child == 0:
+        try:
+            server.statistics()
+        except ValueError as error:
+            server.close()  # as the end of a `with` block does
+            os._exit(0 if "of which this one is a fork" in str(error) else 1)
+        finally:
+            os._exit(2)
+    assert os.waitpid(child, 0)[1] == 0
+    assert server.statistics()["waiting"] == 0
 
 
 def test_an_error_at_the_start_is_raised() -> None:

@@ -182,6 +182,36 @@ def test_a_crashed_process_does_nothing_more() -> None:
         assert result.value("cleaned up") == b"1"
 
 
+def test_the_errors_of_a_crashed_process_have_no_effect() -> None:
+    """Its code is ended after the check; what its clean-up raises is not an error of the program."""
+
+    async def work(process: SimulatedProcess) -> None:
+        ended = False
+        try:
+            for _ in range(20):
+                await process.sleep(0.1)
+            ended = True
+        finally:
+            assert ended, "cleaned up too soon"
+
+    faults: Counter[str] = Counter()
+    for seed in range(40):
+        faults += simulate(work, 2, seed=seed).faults
+    assert faults["crash"] > 5
+
+
+def test_the_shortest_sleep_lets_others_run() -> None:
+    turns: list[int] = []
+
+    async def spin(process: SimulatedProcess) -> None:
+        while process.rank == 0 and 1 not in turns:
+            await process.sleep(0)
+        turns.append(process.rank)
+
+    simulate(spin, 2, seed=1, faults=False)
+    assert turns == [1, 0]
+
+
 # Violations
 
 
@@ -212,6 +242,40 @@ def test_other_exceptions_are_violations_even_with_faults() -> None:
     for program, says in ((fail, r"KeyError\('bug'\)"), (ask, "no running event loop")):
         with pytest.raises(Violation, match=says):
             simulate(program, 1, seed=1)
+
+
+def test_awaiting_an_event_loop_is_named() -> None:
+    """Inside an event loop, as in an asynchronous test, a future only fails later."""
+
+    async def wait(process: SimulatedProcess) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    async def run() -> None:
+        simulate(wait, 1, seed=1)
+
+    with pytest.raises(Violation, match="can await only what its `process` has, not <Future pending>"):
+        asyncio.run(run())
+
+
+def test_a_program_that_always_fails_is_not_started_for_ever() -> None:
+    async def fail(process: SimulatedProcess) -> None:
+        raise rallypoint.StoreClosed(store="another one")
+
+    with pytest.raises(Violation, match=r"process \d failed again and again, 200 starts in all") as raised:
+        simulate(fail, RANKS, seed=1)
+    assert isinstance(raised.value.__cause__, Violation)
+    assert isinstance(raised.value.__cause__.__cause__, rallypoint.StoreClosed)
+
+
+def test_a_deadlock_names_the_locks() -> None:
+    async def lock_both(process: SimulatedProcess) -> None:
+        names = "ab" if process.rank else "ba"
+        for name in names:
+            await process.lock(name).acquire(timeout=float("inf"))
+            await process.sleep(1)
+
+    with pytest.raises(Violation, match=r"start 1> in lock '/a', <process 1, start 1> in lock '/b'"):
+        simulate(lock_both, 2, seed=1, faults=False)
 
 
 def test_errors_are_violations_without_faults() -> None:
@@ -248,3 +312,6 @@ def test_misuse_is_named() -> None:
     for wrong in (0, -1, True, "3"):
         with pytest.raises(ValueError, match="processes must be a number of at least 1"):
             simulate(count, wrong, seed=1)  # type: ignore[arg-type]
+    for seed in (None, "1", True):
+        with pytest.raises(TypeError, match="seed must be an integer"):
+            simulate(count, 1, seed=seed)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ import threading
 
 from rallypoint import net
 from rallypoint.deadline import Timeout, seconds
-from rallypoint.testing.forwarding import delayed_pieces, end
+from rallypoint.testing.forwarding import check_bytes, delayed_pieces, end, reserve_port
 
 __all__ = ["DOWN", "HANGS_UP", "REFUSES", "SILENT", "UP", "CuttingProxy"]
 
@@ -54,8 +54,8 @@ class CuttingProxy:
     def __init__(self, upstream: int | str, *, allow_remote: bool = False) -> None:
         self._allow_remote = allow_remote
         self._upstream = self._endpoint(upstream)
-        self._listener = socket.create_server(("127.0.0.1", 0), backlog=512)
-        self.port: int = self._listener.getsockname()[1]
+        self._reserved = reserve_port()  # in an outage, too
+        self.port: int = self._reserved.getsockname()[1]
         self.connections = 0
         """Number of connections accepted so far."""
 
@@ -86,7 +86,7 @@ class CuttingProxy:
         self.release()
         self._unanswered: list[socket.socket] = []
         self._stopped = False
-        self._accept_in_thread()
+        self._listen()
 
     def __enter__(self) -> CuttingProxy:
         return self
@@ -106,6 +106,7 @@ class CuttingProxy:
         """Cut every connection, and refuse new ones, as after the death of a server; a second call does nothing."""
         self._stopped = True
         self._close_listener()
+        self._reserved.close()
         self.half_open = False
         self.cut_all()
         self.release()  # afterwards: what was held is lost with its connection
@@ -126,8 +127,7 @@ class CuttingProxy:
     def cut_after(self, way: str, size: int) -> None:
         """Cut the connection once, when `size` more bytes have passed in this direction, `UP` or `DOWN`."""
         _check_way(way)
-        if size < 0:
-            raise ValueError(f"size must not be negative, got {size} bytes")
+        check_bytes("size", size, 0)
         with self._lock:
             self._left[way] = size
             self.was_cut.clear()
@@ -139,8 +139,7 @@ class CuttingProxy:
 
         The same seed gives the same numbers. `disarm` ends it.
         """
-        if most < 1:
-            raise ValueError(f"most must be at least 1 byte, got {most}")
+        check_bytes("most", most, 1)
         with self._lock:
             self._cuts = random.Random(seed), most
             self._arm_randomly()
@@ -174,8 +173,7 @@ class CuttingProxy:
             raise ValueError(f"{self!r} cannot come back: create another proxy")
         self.refusing = self.silent = False
         if self._listener.fileno() < 0:
-            self._listener = socket.create_server(("127.0.0.1", self.port), backlog=512)
-            self._accept_in_thread()
+            self._listen()
 
     def redirect(self, upstream: int | str) -> None:
         """Send new connections to another server, and cut the existing ones."""
@@ -222,7 +220,8 @@ class CuttingProxy:
             self._listener.shutdown(socket.SHUT_RDWR)  # otherwise it listens while a thread is in accept
         self._listener.close()
 
-    def _accept_in_thread(self) -> None:
+    def _listen(self) -> None:
+        self._listener = socket.create_server(("127.0.0.1", self.port), backlog=512)
         threading.Thread(target=self._accept, args=[self._listener], name=f"accept {self!r}", daemon=True).start()
 
     def _accept(self, listener: socket.socket) -> None:

@@ -1,4 +1,4 @@
-"""How a proxy reads and closes its sockets: pieces that arrive, each delayed, and both ends of a connection closed."""
+"""Parts of a proxy: pieces that arrive, each delayed; both ends of a connection closed; a port that stays reserved."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from rallypoint.readiness import wait_readable
 
-__all__ = ["delayed_pieces", "end"]
+__all__ = ["check_bytes", "delayed_pieces", "end", "reserve_port"]
 
 PIECE_BYTES = 65536
 
@@ -45,3 +45,19 @@ def end(sockets: Sequence[socket.socket]) -> None:
             sock.shutdown(socket.SHUT_RDWR)
     for sock in sockets:
         sock.close()
+
+
+def reserve_port() -> socket.socket:
+    """Return a socket bound to a free port of loopback; it never listens, so a server can bind the port, too."""
+    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    sock.bind(("127.0.0.1", 0))
+    return sock
+
+
+def check_bytes(name: str, count: int, least: int) -> None:
+    """Raise TypeError or ValueError unless an argument is a number of bytes, and not less than the least one."""
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"{name} must be a number of bytes, not {count!r}")
+    if count < least:
+        raise ValueError(f"{name} must be at least {least} bytes, got {count}")

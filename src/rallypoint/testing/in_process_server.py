@@ -26,6 +26,7 @@ from rallypoint.security.credentials import OPEN, Credentials
 from rallypoint.server.admission import Admission
 from rallypoint.server.server import StoreServer
 from rallypoint.server.settings import Settings
+from rallypoint.testing.forwarding import reserve_port
 from rallypoint.testing.memory_log import MemoryLog
 from rallypoint.testing.virtual_clock import TimedLoop, VirtualClock
 
@@ -70,12 +71,17 @@ class InProcessServer:
     ) -> None:
         if recovery is not None and not durable:
             raise ValueError("recovery needs durable=True: otherwise a restarted server has no sessions")
+        if clock is not None and not isinstance(clock, VirtualClock):
+            raise TypeError(f"clock must be a VirtualClock, not {clock!r}")
+        if not isinstance(credentials, Credentials):
+            raise TypeError("credentials must be Credentials")  # and is not shown: it may be a token
         self._clock = clock
         self._settings = _settings(grace, recovery, clock, max_memory)
         self._admission = Admission(credentials)
         self._durable = durable
         self._log = MemoryLog() if durable else None
-        self._reserved = _reserve()
+        self._pid = os.getpid()
+        self._reserved = reserve_port()
         self.port: int = self._reserved.getsockname()[1]
         self._run: _ServerRun | None = None
         self._closed = False
@@ -157,6 +163,8 @@ class InProcessServer:
 
     def _running(self) -> _ServerRun:
         run = self._run
+        if os.getpid() != self._pid:
+            raise ValueError(f"{self!r} runs in another process, of which this one is a fork: use rallypoint.Server")
         if run is None:
             raise ValueError(f"{self!r} is not running: start() it")
         return run
@@ -193,6 +201,8 @@ class _ServerRun:
 
     def call(self, work: Callable[[StoreServer], T]) -> T:
         """Call a function in the server's thread, and return its result."""
+        if threading.current_thread() is self._thread:  # from a condition
+            return work(self._server)
         result: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def run() -> None:
@@ -283,11 +293,3 @@ def _settings(
             raise ValueError(f"max_memory must be at least {LEAST_BYTES['max_memory']} bytes, got {max_memory}")
         options["max_memory"] = max_memory
     return Settings(**options)
-
-
-def _reserve() -> socket.socket:
-    """Return a socket bound to a free port of loopback; it never listens, so a server can bind the port, too."""
-    sock = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    sock.bind(("127.0.0.1", 0))
-    return sock

@@ -26,6 +26,9 @@ from rallypoint.testing.simulation.simulator import STEPS, ScheduledProcess, Sim
 
 __all__ = ["Program", "Simulation", "simulate"]
 
+MOST_STARTS = 200
+"""How often a process may be started: a program that always fails must not be started for ever."""
+
 Program = Callable[[SimulatedProcess], Awaitable[object]]
 """What every process of a simulation does."""
 
@@ -54,6 +57,8 @@ def simulate(
     """
     if isinstance(processes, bool) or not isinstance(processes, int) or processes < 1:
         raise ValueError(f"processes must be a number of at least 1, not {processes!r}")
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, not {seed!r}")
     simulation = Simulation(program, seed, faults)
     name = getattr(program, "__name__", repr(program))
     try:
@@ -118,7 +123,7 @@ class Simulation:
         for process in self.simulator.processes:
             process.crashed = True
             life: Any = process.life
-            with contextlib.suppress(Crashed):
+            with contextlib.suppress(Crashed, Exception):  # what it raises now has no effect, either
                 life.close()
 
     async def _live(self, scheduled: ScheduledProcess) -> None:
@@ -131,5 +136,9 @@ class Simulation:
             if not self._may_fail:
                 raise
             self.simulator.note("failed", str(scheduled), repr(error))
+            if process.starts == MOST_STARTS:
+                raise Violation(
+                    f"process {process.rank} failed again and again, {MOST_STARTS} starts in all"
+                ) from error
             self.simulator.start(scheduled.name)
         process.close()

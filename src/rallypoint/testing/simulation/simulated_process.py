@@ -126,6 +126,7 @@ class SimulatedProcess:
         return outcome
 
     def _until(self, until: float) -> Steps:
+        yield until  # others may run first, however short the sleep is
         while self._scheduled.simulator.now < until:
             yield until
 

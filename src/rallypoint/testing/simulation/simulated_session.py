@@ -6,6 +6,7 @@ import types
 from collections.abc import Callable, Generator
 from typing import Any
 
+from rallypoint.client.outage import operation_name
 from rallypoint.core import ops
 from rallypoint.core.records import show
 from rallypoint.deadline import Deadline, Timeout, seconds
@@ -72,7 +73,7 @@ class SimulatedSession:
             raise self.over
         key = getattr(op, "key", getattr(op, "name", None))
         op.number = next(self._server.numbers)
-        self.waits_for = op.verb if key is None else f"{op.verb} {show(key)!r}"
+        self.waits_for = operation_name(op) if key is None else f"{operation_name(op)} {show(key)!r}"
         try:
             reply: Reply = await run_steps(self._process, self._server.request(self._name, op))
         except SessionLost as error:

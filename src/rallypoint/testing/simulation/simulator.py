@@ -208,10 +208,14 @@ class Simulator:
         process.woken = False
         assert process.life is not None
         try:
-            process.until = process.life.send(None)
+            until = process.life.send(None)
         except StopIteration:
             process.done = True
             self.note("done", str(process))
+            return
+        if until is not None and not isinstance(until, (int, float)):
+            raise TypeError(f"a simulated process can await only what its `process` has, not {until!r}")
+        process.until = until
 
     def _sleep(self) -> bool:
         """Advance the clock to the next event; return False if there is none within the quiet time."""
