@@ -291,3 +291,17 @@ def test_launched_functions_stop_and_the_caller_is_told(tmp_path: Path) -> None:
     with pytest.raises(rallypoint.LaunchFailed, match=r"drain asked for by .*: all ranks have stopped at step"):
         rallypoint.launch(keep_on, 2, args=(str(started),))
     thread.join(AMPLE_S)
+
+
+def test_a_spare_that_is_drained_with_the_run_lets_the_ranks_reach_their_step(place: Place) -> None:
+    nodes = several(place, nodes="1:2", long=0)
+    for node in nodes:
+        node.until(r"^on", 2)
+    nodes[0].until("^long 0$")
+    spare = place.node("n2", "--rdzv-conf", "last_call_timeout=60", place.script(STEPS), *words(0), nodes="1:2")
+    spare.until("this node is a spare")
+    drain(place, "job")
+    assert spare.end() == 75, spare.text()
+    nodes[0].signal("SIGUSR2")  # ends the long step
+    assert [node.end() for node in nodes] == [75, 75], "\n".join(node.text() for node in nodes)
+    agreed(4, *nodes)
