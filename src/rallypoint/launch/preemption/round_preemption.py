@@ -174,7 +174,7 @@ class RoundPreemption:
             reports = {**(keys.reports or {}), self._spec.node: report}
             decided = decide_stop(state, self._nodes, reports)
             if isinstance(decided, StopState):
-                keys.advance(decided)
+                keys.advance(state, decided)
                 keys.changed = True  # tell the ranks first
                 return None
         return self._act(state)

@@ -57,9 +57,13 @@ class StopKeys:
         self._watch(STATE, self._found_state)
         self._found_state(STATE, self._keys.get(STATE))
 
-    def advance(self, state: StopState) -> None:
-        """Replace the state, unless it has changed."""
-        swap = self._keys.swap(STATE, self._text, msgspec.json.encode(state))
+    def advance(self, before: StopState, state: StopState) -> None:
+        """Replace the state, unless it is not the one before any more."""
+        with self._lock:
+            if self.state is not before:
+                return
+            text = self._text
+        swap = self._keys.swap(STATE, text, msgspec.json.encode(state))
         if swap.value is not None:
             self._found_state(STATE, swap.value)
 
