@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -101,3 +102,15 @@ def test_no_check_leaves_descriptors_open(reaper: OrphanReaper) -> None:
     for command in ("exit 0", "nosuch", "yes | head -c 1000000"):
         Run(reaper, command).result()
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+def test_a_check_without_descriptors_fails(reaper: OrphanReaper, monkeypatch: pytest.MonkeyPatch) -> None:
+    main, pipe = threading.current_thread(), os.pipe
+
+    def full() -> tuple[int, int]:
+        if threading.current_thread() is main:
+            return pipe()
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(os, "pipe", full)
+    assert Run(reaper, "exit 0").result() == (None, "it cannot be run: Too many open files", ())

@@ -80,16 +80,23 @@ class HealthCheck:
     # The thread of the check
 
     def _run(self, command: list[str], environment: dict[str, str], reaper: OrphanReaper | None) -> None:
+        try:
+            self.result = self._result(command, environment, reaper)
+        except OSError as error:  # no descriptor left, for example
+            self.result = CheckResult(None, printable(f"it cannot be run: {error.strerror or error}"))
+        finally:
+            self._on_end()
+
+    def _result(self, command: list[str], environment: dict[str, str], reaper: OrphanReaper | None) -> CheckResult:
         reader, writer = os.pipe()
         os.set_blocking(reader, False)
         try:
             with os.fdopen(writer, "wb"):
                 process = WorkerProcess(command, environment, "health check", writer, writer, reaper)
                 result = self._await_blocked() or self._start(process)
-            self.result = result or self._wait(process, reader)
+            return result or self._wait(process, reader)
         finally:
             os.close(reader)
-            self._on_end()
 
     def _await_blocked(self) -> CheckResult | None:
         """Wait for the end of an earlier process; return the failure of this check if it stays blocked."""
