@@ -256,3 +256,27 @@ def test_hosts_in_namespaces_meet_on_the_first(place: Place) -> None:
         assert node.end() == 0, node.text()
     for rank, host in enumerate(places):
         node.until(rf"^\[{host.name}\] on {rank} 3 {host.name} {places[0].address}$")
+
+
+STOP = """
+import rallypoint
+step = 0
+while not rallypoint.worker().should_stop(step):
+    if step == 5:
+        say("on", rank)
+    step += 1
+    rallypoint.worker().barrier(timeout=600)
+say("stopped", step)
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGXCPU"])
+def test_a_preemption_of_all_hosts(place: Place, name: str) -> None:
+    env = install_ssh(place.where)
+    meet = ("--hosts", "a,b", "--rdzv-endpoint", f"localhost:{place.port}", "--preempt-signal", name)
+    node = place.run(*meet, place.script(STOP), env=env)
+    node.until(r"on \d", 2)
+    node.signal(name)
+    assert node.end() == 75, node.text()
+    steps = re.findall(r"stopped (\d+)$", node.out, re.M)
+    assert len(steps) == 2 and steps[0] == steps[1]

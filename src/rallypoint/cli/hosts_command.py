@@ -45,6 +45,7 @@ def run_on_hosts(given: dict[str, Any], grace_s: float) -> int:
             forwarded_variables(os.environ, given["forward_env"]),
             run_id,
             grace_s,
+            given["preempt_signal"],
         )
     except ValueError as error:
         raise click.UsageError(str(error)) from None

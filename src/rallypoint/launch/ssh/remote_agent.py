@@ -7,6 +7,7 @@ time for its workers SIGKILL, which its workers do not survive. The exit code is
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,8 +17,7 @@ from typing import Any
 
 import msgspec
 
-from rallypoint.core.policy.restart_policy import FORWARDED
-from rallypoint.launch.signal_names import ENDING_SIGNALS
+from rallypoint.launch.signal_names import signal_names
 from rallypoint.launch.workers.worker_process import WorkerProcess, WorkerUnstartable, exit_code_of
 from rallypoint.readiness import wait_readable
 
@@ -94,9 +94,9 @@ def _follow(agent: WorkerProcess, lines: _Lines, received: list[bytes], kill_aft
     kill_at: float | None = None
     while (code := agent.poll()) is None:
         for line in received:
-            name = line.decode(errors="replace")
-            if name in (*ENDING_SIGNALS, *FORWARDED):
-                agent.signal(getattr(signal, name))
+            with contextlib.suppress(ValueError):
+                for name in signal_names(line.decode(errors="replace")):
+                    agent.signal(signal.Signals[name])
         if lines.ended and kill_at is None:
             agent.signal(signal.SIGTERM)
             kill_at = time.monotonic() + kill_after_s

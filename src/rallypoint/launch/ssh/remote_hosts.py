@@ -172,16 +172,18 @@ class HostsRun:
         environment: Mapping[str, str],
         run_id: str,
         grace_s: float,
+        preempting: Sequence[str] = (),
     ) -> None:
-        """Raise ValueError if the settings of an agent are too long."""
+        """Raise ValueError if the settings of an agent are too long; signals in `preempting` do not end the agents."""
         self._hosts = hosts
+        self._preempting, self._is_preempted = preempting, False
         self._kill_s = grace_s + KILL_S
         common = {"words": list(words), "directory": os.getcwd(), "kill_after_s": self._kill_s}
         self._settings = [
             _encoded({**common, "environment": {**environment, **ssh_variables(hosts, rank, run_id)}})
             for rank in range(len(hosts))
         ]
-        self._wakeup = WakeupPipe()
+        self._wakeup = WakeupPipe((*ENDING_SIGNALS, *preempting))
         self._agents: list[_RemoteAgent] = []
         self._code: int | None = None
         self._end_at = self._kill_at = float("inf")
@@ -218,9 +220,16 @@ class HostsRun:
             name = self._wakeup.signals.pop(0)
             for agent in running:
                 agent.signal(name)
-            if name in ENDING_SIGNALS:
+            if self._is_ending(name):
                 self._failed(128 + getattr(signal, name))
                 self._end_at, self._kill_at = float("inf"), time.monotonic() + self._kill_s
+
+    def _is_ending(self, name: str) -> bool:
+        """Return whether a signal ends the agents: one that preempts them does not, except for SIGINT again."""
+        if name not in self._preempting:
+            return name in ENDING_SIGNALS
+        again, self._is_preempted = self._is_preempted, True
+        return again and name == "SIGINT"
 
     def _collect(self, running: list[_RemoteAgent], pump: OutputPump) -> None:
         """Note which agents have ended; after the first failure, the others have a moment."""
