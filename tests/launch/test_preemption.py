@@ -255,6 +255,14 @@ def test_the_same_signal_again_has_no_effect_and_interrupts_end_the_node(place: 
     gone(*pids.values())
 
 
+def test_the_same_signal_has_no_effect_on_an_agent_that_exits(place: Place) -> None:
+    node = one(place, ranks=1)
+    node.until(r"^on")
+    while node.child.poll() is None:
+        node.signal("SIGUSR1")
+    assert node.end() == 75, node.text()
+
+
 def test_a_preemption_by_sigterm(place: Place) -> None:
     node = one(place, "--preempt-signal", "SIGTERM")
     node.until(r"^on", 4)

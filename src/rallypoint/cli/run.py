@@ -73,7 +73,7 @@ def command(script: str, arguments: tuple[str, ...], **given: Any) -> None:
     given["final_codes"] = given["final_codes"] or ()
     options = RunOptions(**given)
     _check(options)
-    sys.exit(NodeAgent(_job(WorkerCommand(_kind(options), script, arguments), options)).run())
+    sys.exit(NodeAgent(_job(WorkerCommand(_kind(options), script, arguments), options)).run(exits=True))
 
 
 def _store_url(url: str | None, endpoint: str) -> str | None:

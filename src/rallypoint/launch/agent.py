@@ -62,10 +62,10 @@ class NodeAgent:
         self._round: RoundLoop | None = None
         """The last round that this node has joined."""
 
-    def run(self) -> int:
-        """Run the job; return the exit code."""
+    def run(self, exits: bool = False) -> int:
+        """Run the job; return the exit code, with which this process then `exits`."""
         with (
-            self._wakeup.handling_signals(),
+            self._wakeup.handling_signals(exits),
             outage.shown_by(self._report_outage, "rallypoint.server"),
             contextlib.ExitStack() as stack,
         ):

@@ -125,8 +125,11 @@ class WakeupPipe:
             self.signals.remove(name)  # in place: a handler may append meanwhile
 
     @contextlib.contextmanager
-    def handling_signals(self) -> Iterator[None]:
-        """Queue signals and wake the agent, in the main thread, until the end of this block."""
+    def handling_signals(self, exits: bool = False) -> Iterator[None]:
+        """Queue signals and wake the agent, in the main thread, until the end of this block.
+
+        If the process then `exits`, preempting signals stay ignored: a late one would change the exit code.
+        """
         names = dict.fromkeys((*self._ending, *self._preempting, *FORWARDED, "SIGALRM"))
         numbers = [getattr(signal, name) for name in names]
         if signal.SIGHUP in numbers and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # set by nohup
@@ -140,7 +143,8 @@ class WakeupPipe:
         finally:
             signal.set_wakeup_fd(former)
             for number, handler in before.items():
-                signal.signal(number, handler)
+                is_late = exits and signal.Signals(number).name in self._preempting
+                signal.signal(number, signal.SIG_IGN if is_late else handler)
 
     # Interruptions
 
