@@ -27,7 +27,7 @@ def test_a_stopped_agent_is_lost_and_rejoins_when_it_goes_on(place: Place, stopp
     others = [node for node in nodes if node is not nodes[stopped]]
     for node in others:
         node.until(r"^up \d 2 0 \d+$")
-        node.until(rf"lost n{stopped} \(.*\): its agent is stopped: no heartbeat for 3 s \(--agent-timeout\)")
+        node.until(rf"lost n{stopped} \(.*\): its agent has ended, or was stopped for 3 s \(--agent-timeout\)")
     nodes[stopped].signal("SIGCONT")
     for node in nodes:
         node.until(r"^up \d 3 0 \d+$", 1 if node is nodes[stopped] else 2)

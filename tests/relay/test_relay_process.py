@@ -180,7 +180,7 @@ def test_it_adopts_bound_sockets(server: rallypoint.Server, tmp_path: Path) -> N
     ("options", "says"),
     [
         ([], "Missing option '--upstream'"),
-        (["--upstream", "head:29400"], "unknown scheme 'head'"),
+        (["--upstream", "head:29400"], "etcd; a server is tcp://HOST:PORT"),
         (["--upstream", "file:///x"], "'file:///x' is not a server: use tcp://host:port"),
         (["--upstream", "etcd://h/s?prefix=p"], "'etcd://h/s?prefix=p' is not a server"),
         (["--upstream", "etcd://h/s?user=u"], "give both user= and password="),

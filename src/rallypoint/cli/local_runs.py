@@ -19,9 +19,9 @@ def chosen_run(runs: list[str], wanted: str | None, where: str) -> str:
         return wanted
     if wanted is None and len(runs) == 1:
         return runs[0]
-    listed = ", ".join(map(printable, runs)) or "none"
+    listed = f" (runs there: {', '.join(map(printable, runs))})" if runs else ""  # a run may be named `none`
     problem = f"no run {wanted!r}" if wanted is not None else "no run" if not runs else "several runs: name one"
-    raise RallypointError(f"{problem} {where} (runs there: {listed})")
+    raise RallypointError(f"{problem} {where}{listed}")
 
 
 def runs_here() -> list[str]:

@@ -42,8 +42,8 @@ class AgentLiveness:
 
     @property
     def reason(self) -> str:
-        """Why such a node is evicted."""
-        return f"its agent is stopped: no heartbeat for {self._timeout_s:g} s (--agent-timeout)"
+        """Why such a node is evicted; a lease ends with its session, too, and does not say which it was."""
+        return f"its agent has ended, or was stopped for {self._timeout_s:g} s (--agent-timeout)"
 
     def enter(self, batch: Batch, store: Store, members: Sequence[str], rank: int) -> None:
         """Enter a round with these nodes: keep a lease and, on the first few nodes, watch those of the others."""

@@ -101,7 +101,7 @@ def parse_url(url: str, timeout: Timeout | None = None) -> StoreURL:
     place = re.split("[/?#]", rest, maxsplit=1)[0]  # urlsplit refuses a list with brackets
     parts = urlsplit(scheme + slashes + rest[len(place) :])
     if parts.scheme not in ("memory", "file", "tcp", "tcps", "etcd"):
-        known = "valid schemes: memory, file, tcp, tcps, etcd"
+        known = "valid schemes: memory, file, tcp, tcps, etcd" + "; a server is tcp://HOST:PORT" * (not slashes)
         raise ValueError(f"store URL {shown_url(url)!r}: unknown scheme {parts.scheme!r}; {known}")
     try:
         options = dict(parse_qsl(parts.query, keep_blank_values=True, strict_parsing=bool(parts.query)))
