@@ -85,9 +85,10 @@ def agreed(ranks: int, *nodes: Node) -> int:
     return found[0]
 
 
-def drain(place: Place, target: str) -> None:
+def drain(place: Place, target: str, why: str = "maintenance", **variables: str) -> None:
     command = [sys.executable, "-m", "rallypoint", "runs", "drain", target, "--store", f"tcp://localhost:{place.port}"]
-    subprocess.run([*command, "--why", "maintenance"], check=True, timeout=AMPLE_S, stdout=subprocess.DEVNULL)
+    env = {**os.environ, **variables}
+    subprocess.run([*command, "--why", why], check=True, timeout=AMPLE_S, stdout=subprocess.DEVNULL, env=env)
 
 
 @pytest.mark.parametrize("code", [0, 75])
@@ -127,6 +128,13 @@ def test_a_drained_node_of_an_elastic_job_leaves_and_the_others_go_on(place: Pla
     nodes[1].signal("SIGUSR1")
     assert nodes[1].end() == 75
     assert re.search(r"n0: drain asked for by \S+@\S+: maintenance: all ranks have stopped", nodes[1].err)
+
+
+def test_a_reason_over_the_limit_is_shortened(place: Place) -> None:
+    node = place.node("n" * 100, place.script(STEPS), *words(), nodes="1:1")
+    node.until(r"^on")
+    drain(place, "job", why="w" * 500, LOGNAME="u" * 440)
+    assert node.end() == 75, node.text()
 
 
 def test_a_drained_run_ends_on_all_nodes(place: Place) -> None:

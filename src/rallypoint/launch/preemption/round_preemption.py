@@ -38,6 +38,7 @@ from rallypoint.launch.preemption.stop_record import ACCEPTED, COMMITTED, PASSED
 from rallypoint.launch.round_spec import RoundSpec
 from rallypoint.launch.wakeup_pipe import WakeupPipe
 from rallypoint.launch.workers.worker_group import WorkerGroup
+from rallypoint.recipes.join_args import shortened
 from rallypoint.recipes.rendezvous import Status
 
 __all__ = ["RoundPreemption"]
@@ -94,7 +95,7 @@ class RoundPreemption:
         if self._keys is not None and self._keys.round_store is not self._run.run_state.round_store:
             self._restart()
         if request is not None and self._keys is None:
-            reason = f"{self._spec.node}: {request.reason}"
+            reason = shortened(f"{self._spec.node}: {request.reason}", "reason")
             first = StopRequest(node=self._spec.node, reason=reason, signal=request.signal)
             self._begin(first)
         if self._keys is None or not (self._keys.changed or self.due is None or self.due.expired()):
