@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
+from tests.ports import reserve_port
 from tests.raw_peer import AMPLE_S, read_line
 from tests.served import server_fixture
 
@@ -594,3 +595,11 @@ def test_the_session_in_the_documentation_is_real(store: rallypoint.Store, tmp_p
         assert (done.stdout, done.stderr) == (output, ""), command
     for name in COMMANDS:
         assert re.search(rf"`(rallypoint )?{name}\b", page), f"docs/cli.md does not mention {name}"
+
+
+def test_a_command_says_that_it_is_still_trying_to_connect() -> None:
+    url = f"tcp://127.0.0.1:{reserve_port()}"
+    done = run("get", "k", "--store", url, "--connect-timeout", 4)
+    first, error = done.stderr.decode().splitlines()[:2]
+    assert done.returncode == 4 and first == f"no reply from {url} yet; trying for 2 s more"
+    assert "nothing listens there" in error

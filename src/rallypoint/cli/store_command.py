@@ -56,6 +56,9 @@ URL_VARIABLE = "RALLYPOINT_URL"
 BY_SIGNAL = 128
 """Exit code of a command that a signal ended, less the signal's number, as in shells."""
 
+PATIENT_S = 2.0
+"""After this time without a reply, a command says that it is still trying."""
+
 CONNECT_S = 30.0
 """Default of --connect-timeout."""
 
@@ -170,7 +173,8 @@ def _open(url: str | None, connect_s: float, credentials: Credentials) -> rallyp
         raise click.UsageError(f"no store: pass --store URL or set {URL_VARIABLE}, for example tcp://head-node:29400")
     try:
         wait_s = parse_url(url).timeout_s
-        store = rallypoint.connect(url, connect_s, credentials=credentials)
+        with _reported_patience(url, connect_s):
+            store = rallypoint.connect(url, connect_s, credentials=credentials)
     except ValueError as error:
         if str(error).startswith(VARIABLE):
             raise click.UsageError(str(error)) from None
@@ -181,6 +185,20 @@ def _open(url: str | None, connect_s: float, credentials: Credentials) -> rallyp
         raise rallypoint.NetworkError(f"cannot open {shown_url(url)}: {error}") from None
     store.set_timeout(wait_s)
     return store
+
+
+@contextmanager
+def _reported_patience(url: str, timeout_s: float) -> Iterator[None]:
+    """Say on standard error that a server does not reply, if the block takes long."""
+    still = f"no reply from {shown_url(url)} yet; trying for {max(0.0, timeout_s - PATIENT_S):g} s more"
+    timer = threading.Timer(PATIENT_S, _report, [still])
+    timer.daemon = True
+    if timeout_s > PATIENT_S:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def _report(message: str) -> None:
