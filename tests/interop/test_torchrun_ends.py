@@ -78,7 +78,7 @@ def test_a_failure_ends_the_other_agents_if_too_few_are_left(start: Start, where
     a, b = (start(code, where, "--nnodes=2", conf(node, rank)) for rank, node in enumerate("ab"))
     assert [a.end() != 0, b.end() != 0] == [True, True]
     assert "ended in failure, 1 of at least 2 nodes are left: rank 1 failed: exit code 3" in a.text()
-    assert a.out.count("up 0 2") == 1, "it was not restarted"
+    assert a.out.count("up 0 2") < 2, "it was not restarted; the failure may have come before its first line"
 
 
 def test_a_failure_does_not_end_the_other_agents_if_they_are_enough(start: Start, where: str) -> None:
