@@ -637,7 +637,7 @@ def test_a_mistake_is_refused(place: Place, monkeypatch: pytest.MonkeyPatch, wor
 def test_what_options_mean(monkeypatch: pytest.MonkeyPatch, words: str, facts: dict[str, object]) -> None:
     jobs: list[Job] = []
     monkeypatch.setattr(NodeAgent, "__init__", lambda _, job: jobs.append(job))
-    monkeypatch.setattr(NodeAgent, "run", lambda _: 0)
+    monkeypatch.setattr(NodeAgent, "run", lambda _, exits: 0)
     assert CliRunner().invoke(main, ["run", *words.split(), "script.py"]).exit_code == 0
     assert {name: getattr(jobs[0], name) for name in facts} == facts
 
