@@ -36,7 +36,7 @@ __all__ = [
     "encode",
 ]
 
-VERSION = 5
+VERSION = 6
 """The version of the semantics: the state that given entries produce. A log of another version is refused."""
 
 
